@@ -1,0 +1,176 @@
+"""What is trained, with which software, under which freedoms: the output of a dialect's reader."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nest_megatron.specs.layout import Layout, Order, Sharding
+from nest_megatron.specs.model import ModelSpec
+
+AttentionKernel = Literal["flash", "fused_softmax", "unfused"]
+LossKernel = Literal["vocab_parallel", "native_fused", "te_fused"]
+
+#: Where a value came from; messages and plans print these words.
+COMMAND_LINE = "command line"
+CONFIG_FILE = "config file"
+DEFAULT = "default"
+DERIVED = "derived"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """Precision and optimizer, resolved to bytes (research/memory_model.md 2.2).
+
+    Args:
+        compute_dtype: dtype of the GEMMs: ``bf16``, ``fp16``, ``fp32`` or ``fp8``.
+        activation_bytes: bytes of one stored activation element.
+        weight_bytes: bytes per parameter of the weights the forward pass reads.
+        grad_bytes: bytes per parameter of the persistent gradient buffer.
+        grad_reduce_bytes: bytes per parameter on the wire of the gradient reduction.
+        param_gather_bytes: bytes per parameter on the wire of the parameter all-gather.
+        optimizer_bytes: bytes per parameter of master weights and moments, before sharding.
+        step_extra_bytes: bytes per parameter that live only during the optimizer step.
+        cached_weight_bytes: bytes per layer weight of low-precision copies kept between micro-batches.
+        wgrad_fusion: weight gradients accumulate inside the GEMM epilogue.
+    """
+
+    name: str
+    compute_dtype: str
+    activation_bytes: int
+    weight_bytes: int
+    grad_bytes: int
+    grad_reduce_bytes: int
+    param_gather_bytes: int
+    optimizer_bytes: int
+    step_extra_bytes: int = 0
+    cached_weight_bytes: int = 0
+    wgrad_fusion: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Which implementations run, as far as the configuration says."""
+
+    attention: AttentionKernel = "flash"
+    fused_norm: bool = True
+    fused_residual: bool = True
+    fused_activation: bool = True
+    loss: LossKernel = "vocab_parallel"
+    transformer_engine: bool = True
+    cuda_graphs: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameworkProfile:
+    """Facts of a software stack, from ``conf/framework/<name>.yaml``; formulas know no framework names.
+
+    Args:
+        device_factor, device_fixed_bytes: device memory = factor * allocated + fixed (memory_model.md section 3).
+        tp_overlap_share ... p2p_overlap_share: hidden share of each stream when its overlap flag is on
+            (network.md section 5).
+        host_floor_s: host time of one dense block's forward pass (time_model.md section 3).
+        moe_host_factor: the same for an MoE block, as a multiple.
+        step_overhead_s: fixed time per step.
+        sources: quantity -> where its value comes from.
+    """
+
+    name: str
+    device_factor: float
+    device_fixed_bytes: int
+    tp_overlap_share: float
+    tp_async_backward_share: float
+    dp_overlap_share: float
+    p2p_overlap_share: float
+    ep_overlap_share: float
+    host_floor_s: float
+    moe_host_factor: float
+    step_overhead_s: float
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What this dialect and version can execute; the planner offers nothing else.
+
+    Args:
+        uneven_ends: first and last pipeline stage may hold another number of layers than the middle ones.
+        account_embedding_and_loss: embedding and loss may each take one layer's slot.
+        layout_string: any layer count per chunk (``pipeline_model_parallel_layout``).
+        shardings: sharding values with a key in this dialect.
+    """
+
+    virtual_pipeline: bool = True
+    context_parallel: bool = True
+    expert_parallel: bool = True
+    expert_tensor_parallel: bool = False
+    uneven_ends: bool = False
+    account_embedding_and_loss: bool = False
+    layout_string: bool = False
+    shardings: tuple[Sharding, ...] = ("none", "optim")
+    optimizer_instances: bool = False
+    recompute_modules: tuple[str, ...] = ("core_attn",)
+    full_recompute: bool = True
+    orders: tuple[Order, ...] = ("tp-cp-ep-dp-pp",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointState:
+    """Whether the job resumes, and what the checkpoint binds (DESIGN section 8).
+
+    Args:
+        resuming: a checkpoint is loaded at start.
+        reshards: its format can be loaded under another tp, pp, ep.
+        source: the key or path that says so.
+    """
+
+    resuming: bool = False
+    reshards: bool = True
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainJob:
+    """One training job, framework-neutral.
+
+    Args:
+        num_gpus: world size.
+        global_batch: sequences per optimizer step; ``rampup_batches`` are the sizes before it is reached.
+        evaluation_batch: sequences per evaluation step, None when evaluation is off.
+        user_layout: the layout the configuration asks for, legal or not.
+        origins: axis or field -> where its value came from.
+        pins: axis -> the one value the user fixed; ``bounds``: axis -> values the user allows.
+        megatron_core_version: decides the version table of ``rules/versions.py``.
+        assumptions: sentences for the plan, one per value the configuration does not give.
+        not_planned: axes the dialect never edits in this job, with the reason.
+    """
+
+    name: str
+    dialect: str
+    framework: str
+    framework_version: str
+    megatron_core_version: str
+    model: ModelSpec
+    num_gpus: int
+    gpus_per_node: int
+    global_batch: int
+    sequence_length: int
+    recipe: Recipe
+    kernels: Kernels
+    user_layout: Layout
+    profile: FrameworkProfile
+    capabilities: Capabilities
+    rampup_batches: tuple[int, ...] = ()
+    evaluation_batch: int | None = None
+    origins: dict[str, str] = field(default_factory=dict)
+    pins: dict[str, Any] = field(default_factory=dict)
+    bounds: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    checkpoint: CheckpointState = field(default_factory=CheckpointState)
+    reserved_bytes: int = 0
+    expert_imbalance: float = 1.0
+    assumptions: tuple[str, ...] = ()
+    not_planned: dict[str, str] = field(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        """Return where ``name`` came from."""
+        return self.origins.get(name, DEFAULT)

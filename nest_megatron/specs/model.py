@@ -1,0 +1,119 @@
+"""The transformer that is trained: shapes only, no parallelism, no precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+BlockKind = Literal["dense", "moe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """Routed experts of the layers that have them.
+
+    Args:
+        num_experts: experts per MoE layer.
+        top_k: experts each token is sent to.
+        ffn_hidden_size: width of one routed expert.
+        shared_ffn_hidden_size: width of the shared expert, 0 when there is none.
+        layer_pattern: per layer, 1 where the layer is MoE; length ``num_layers``.
+        capacity_factor: tokens per expert over the balanced number; None means dropless.
+        grouped_gemm: experts of a rank run as one grouped GEMM.
+        dispatcher: Megatron's ``moe_token_dispatcher_type``.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn_hidden_size: int
+    layer_pattern: tuple[int, ...]
+    shared_ffn_hidden_size: int = 0
+    capacity_factor: float | None = None
+    grouped_gemm: bool = True
+    dispatcher: str = "alltoall"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLASpec:
+    """Multi-head latent attention widths; ``q_lora_rank`` 0 means queries are not compressed."""
+
+    kv_lora_rank: int
+    qk_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Shapes of a decoder-only transformer.
+
+    Args:
+        num_query_groups: KV heads; equal to ``num_attention_heads`` without GQA.
+        kv_channels: width of one head.
+        gated_mlp: SwiGLU / GEGLU style, two up projections.
+        vocab_size: before padding to ``make_vocab_size_divisible_by * tp``.
+        learned_positions: a learned absolute position table of ``max_position_embeddings`` rows.
+        tied_embeddings: the output layer shares the word embedding.
+        rms_norm: RMSNorm (one vector) instead of LayerNorm (two).
+        linear_bias: biases in every linear layer; ``qkv_bias`` only in the QKV projection.
+        mtp_num_layers: multi-token-prediction depths after the last layer.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    vocab_size: int
+    gated_mlp: bool = False
+    make_vocab_size_divisible_by: int = 128
+    max_position_embeddings: int = 0
+    learned_positions: bool = False
+    tied_embeddings: bool = True
+    rms_norm: bool = False
+    linear_bias: bool = True
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    moe: MoESpec | None = None
+    mla: MLASpec | None = None
+    mtp_num_layers: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject shapes that no framework can build.
+
+        Raises:
+            ValueError: a size is not positive, or the MoE pattern has not one entry per layer.
+        """
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "ffn_hidden_size",
+            "vocab_size",
+            "make_vocab_size_divisible_by",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.moe is not None and len(self.moe.layer_pattern) != self.num_layers:
+            raise ValueError(
+                f"moe.layer_pattern has {len(self.moe.layer_pattern)} entries for {self.num_layers} layers"
+            )
+
+    @property
+    def layer_kinds(self) -> tuple[BlockKind, ...]:
+        """Block kind of each layer, in model order."""
+        if self.moe is None:
+            return ("dense",) * self.num_layers
+        return tuple("moe" if flag else "dense" for flag in self.moe.layer_pattern)
+
+    def padded_vocab_size(self, tp: int) -> int:
+        """Return the vocabulary rounded up to ``make_vocab_size_divisible_by * tp`` (memory_model.md 2.1)."""
+        multiple = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // multiple) * multiple
