@@ -1,0 +1,30 @@
+# Pipeline schedules: what is in flight, how long a step takes, how long it takes at least.
+from cython_dp._typedefs cimport float64_t, int32_t, int64_t
+
+
+cdef struct Chunk:
+    int64_t plain_dense      # dense layers whose activations are kept
+    int64_t plain_moe        # MoE layers whose activations are kept
+    int64_t again_dense      # dense layers recomputed in backward
+    int64_t again_moe        # MoE layers recomputed in backward
+    int64_t units            # checkpointed units (each keeps its input)
+
+
+cdef Chunk split_chunk(int size, int start, const int32_t[::1] moe_prefix, int mode, int num_recompute) noexcept nogil
+
+# Forwards of chunk `chunk` alive at the peak on `rank`.
+cdef int64_t alive_forwards(int p, int v, int m, int group, int rank, int chunk) noexcept nogil
+
+cdef void fill_times(
+    const int32_t[::1] sizes, const int32_t[::1] moe_prefix, int p, int v, int mode, int num_recompute,
+    const float64_t[::1] times, float64_t* forward, float64_t* backward) noexcept nogil
+
+cdef float64_t busy(const float64_t* forward, const float64_t* backward, int p, int v, int rank) noexcept nogil
+
+cdef float64_t bound(
+    const float64_t* forward, const float64_t* backward, int p, int v, int m, float64_t hop) noexcept nogil
+
+# `end_f`, `end_b`: p*v*m scratch; `clock`: p scratch; `position`: p scratch.  Returns -1.0 on deadlock.
+cdef float64_t run(
+    const float64_t* forward, const float64_t* backward, int p, int v, int m, int group, float64_t hop,
+    float64_t* end_f, float64_t* end_b, float64_t* clock, int32_t* position) noexcept nogil

@@ -1,0 +1,49 @@
+"""Linear layers and MLPs: the parts that dense blocks, shared experts and heads have in common."""
+
+from __future__ import annotations
+
+from nest_megatron.graph.layer_graph import Operator
+from nest_megatron.graph.sizes import Sizes
+
+# Backward traffic of memory-bound work relative to forward, fused and unfused (time_model.md section 2).
+BACKWARD_TRAFFIC = {True: 1.7, False: 2.0}
+
+
+def gemm(name: str, z: Sizes, n: int, k: int, *, bias: bool = False, module: str = "", saved: int = 0) -> Operator:
+    """Return a linear layer of ``T x k -> T x n``; backward is two GEMMs of the same FLOP."""
+    flops = 2 * z.tokens * n * k
+    return Operator(
+        name=name,
+        kind="gemm",
+        m=z.tokens,
+        n=n,
+        k=k,
+        forward_flops=flops,
+        backward_flops=2 * flops,
+        parameters=n * k + (n if bias else 0),
+        saved_bytes=saved,
+        module=module,
+    )
+
+
+def mlp_operators(z: Sizes, name: str, width: int, *, module: str) -> list[Operator]:
+    """Return a dense (or shared-expert) MLP of local width ``width``."""
+    model = z.model
+    gates = 2 if model.gated_mlp else 1
+    up = z.tokens * width * gates
+    kept = not z.drops(module)
+    activation_traffic = (6 if model.gated_mlp else 4) * z.tokens * width
+    if not z.kernels.fused_activation:
+        activation_traffic *= 2
+    return [
+        gemm(f"{name}_up", z, gates * width, z.h, bias=model.linear_bias, saved=z.act_bytes * up if kept else 0),
+        Operator(
+            name=f"{name}_activation",
+            kind="memory",
+            forward_bytes=activation_traffic,
+            backward_bytes=round(BACKWARD_TRAFFIC[True] * activation_traffic),
+            saved_bytes=z.low_bytes * z.tokens * width if kept else 0,
+            transient_bytes=z.act_bytes * z.tokens * width * (1 + gates) + 2 * z.act_bytes * z.tokens * z.h,
+        ),
+        gemm(f"{name}_down", z, z.h, width, bias=model.linear_bias),
+    ]

@@ -1,0 +1,65 @@
+"""Per-rank sizes shared by every template: tokens, bytes per element, what is recomputed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nest_megatron.specs.job import Kernels, Recipe, TrainJob
+from nest_megatron.specs.layout import BlockChoice
+from nest_megatron.specs.model import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes of one rank under one BlockChoice.
+
+    Attributes:
+        tokens: T = micro_batch * sequence / cp.
+        tokens_sp: T / tp with sequence parallelism, else T.
+        act_bytes: bytes of a stored activation element; ``low_bytes`` of one that an fp8 GEMM reads.
+    """
+
+    job: TrainJob
+    choice: BlockChoice
+    tokens: int
+    tokens_sp: int
+    act_bytes: int
+    low_bytes: int
+
+    @classmethod
+    def of(cls, job: TrainJob, choice: BlockChoice) -> Sizes:
+        """Return the sizes of ``job`` under ``choice``."""
+        tokens = choice.micro_batch * job.sequence_length // choice.cp
+        return cls(
+            job=job,
+            choice=choice,
+            tokens=tokens,
+            tokens_sp=tokens // choice.tp if choice.sequence_parallel else tokens,
+            act_bytes=job.recipe.activation_bytes,
+            low_bytes=1 if job.recipe.compute_dtype == "fp8" else job.recipe.activation_bytes,
+        )
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model."""
+        return self.job.model
+
+    @property
+    def recipe(self) -> Recipe:
+        """The precision recipe."""
+        return self.job.recipe
+
+    @property
+    def kernels(self) -> Kernels:
+        """The kernel implementations."""
+        return self.job.kernels
+
+    @property
+    def h(self) -> int:
+        """Hidden size."""
+        return self.job.model.hidden_size
+
+    def drops(self, module: str) -> bool:
+        """Return whether selective recomputation drops what ``module`` saves."""
+        recompute = self.choice.recompute
+        return recompute.granularity == "selective" and module in recompute.modules

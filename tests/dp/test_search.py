@@ -1,0 +1,64 @@
+"""Bounds, memory peaks and best-first search on random problems, both implementations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cython_dp import reference
+from cython_dp.columns import Feature
+from tests.dp.conftest import random_problem
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_compiled_bounds_equal_the_twin(compiled, seed: int) -> None:
+    """Bounds, additive times, peaks, worst ranks and phases agree to the bit."""
+    arrays = random_problem(seed)
+    fast = compiled.bounds(compiled.Problem(**arrays))
+    slow = reference.bounds(reference.Problem(**arrays))
+    for left, right in zip(fast, slow, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_search_finds_the_brute_force_optimum(solver, seed: int) -> None:
+    """Best-first with bounds returns the candidate that simulating everything returns."""
+    problem = solver.Problem(**random_problem(seed))
+    bound_s, extra_s, *_ = solver.bounds(problem)
+    everything = [solver.step_time(problem, i, float(extra_s[i])) for i in range(len(bound_s))]
+    order = np.argsort(bound_s, kind="stable")
+    simulated, evaluated = solver.best_first(problem, order, bound_s, extra_s, 0.0)
+    assert np.nanmin(simulated) == min(everything)
+    assert np.isfinite(simulated).sum() == evaluated
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_slack_keeps_every_near_optimum(solver, seed: int) -> None:
+    """With slack 5 % every candidate within 5 % of the optimum has been simulated."""
+    problem = solver.Problem(**random_problem(seed))
+    bound_s, extra_s, *_ = solver.bounds(problem)
+    everything = np.array([solver.step_time(problem, i, float(extra_s[i])) for i in range(len(bound_s))])
+    simulated, _ = solver.best_first(problem, np.argsort(bound_s, kind="stable"), bound_s, extra_s, 0.05)
+    near = everything <= everything.min() * 1.05
+    assert np.isfinite(simulated[near]).all()
+
+
+def test_features_account_for_every_layer() -> None:
+    """The layers counted over all ranks are the model's, for every recompute mode."""
+    prefix = [0, 0, 1, 1, 2, 3, 3, 4, 4]
+    sizes = [3, 1, 2, 2]
+    for mode in (0, 1, 2):
+        features = reference.stage_features(sizes, prefix, 2, 2, 4, 2, mode, 2)
+        assert features[:, Feature.DENSE].sum() == 4
+        assert features[:, Feature.MOE].sum() == 4
+        assert features[:, Feature.FIRST].tolist() == [1, 0]
+        assert features[:, Feature.LAST].tolist() == [0, 1]
+
+
+def test_full_recompute_keeps_units_instead_of_layers() -> None:
+    """Uniform recompute of one layer keeps one unit per layer in flight and no plain layer."""
+    plain = reference.stage_features([4, 4], [0] * 9, 2, 1, 8, 2, 0, 1)
+    again = reference.stage_features([4, 4], [0] * 9, 2, 1, 8, 2, 1, 1)
+    np.testing.assert_array_equal(again[:, Feature.LIVE_UNITS], plain[:, Feature.LIVE_DENSE])
+    assert again[:, Feature.LIVE_DENSE].sum() == 0
+    assert again[:, Feature.UNIT_DENSE].tolist() == [1, 1]
