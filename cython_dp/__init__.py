@@ -26,7 +26,7 @@ IMPLEMENTATION = os.environ.get("NEST_DP_IMPL", "cython")
 if IMPLEMENTATION == "cython":
     try:
         from cython_dp.schedule import in_flight, pipeline_bound, simulate
-        from cython_dp.search import Problem, best_first, bounds, step_time
+        from cython_dp.search import Problem, best_first, bounds, smallest_block, step_time
     except ImportError as error:
         raise ImportError(
             f"the compiled solver of cython_dp cannot be loaded ({error}); build it with "
@@ -40,6 +40,7 @@ elif IMPLEMENTATION == "python":
         in_flight,
         pipeline_bound,
         simulate,
+        smallest_block,
         step_time,
     )
 else:
@@ -63,6 +64,7 @@ __all__ = [
     "in_flight",
     "pipeline_bound",
     "simulate",
+    "smallest_block",
     "stage_features",
     "step_time",
 ]

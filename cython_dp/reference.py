@@ -350,6 +350,25 @@ def bounds(problem: Problem) -> tuple[Float64, Float64, Int64, Int32, Int32]:
     return bound_s, extra_s, peak, worst_rank, worst_phase
 
 
+def smallest_block(problem: Problem, limit_bytes: int) -> Int32:
+    """Return per candidate the fewest recomputed layers per chunk whose peak is at most ``limit_bytes``.
+
+    Only candidates in block mode are searched, between 1 and the largest chunk less one; 0 means none is
+    enough, or another mode.  Memory never grows with the number of layers, so bisection is exact.
+    """
+    found = np.zeros(len(problem), dtype=np.int32)
+    for i in range(len(problem)):
+        sizes, p, v, m, group, mode, _, node = problem.shape(i)
+        if mode != RECOMPUTE_BLOCK:
+            continue
+        for layers in range(1, int(max(sizes))):
+            features = stage_features(sizes, problem.moe_prefix, p, v, m, group, mode, layers)
+            if peak_memory(features, problem.node_memory[node])[0] <= limit_bytes:
+                found[i] = layers
+                break
+    return found
+
+
 def step_time(problem: Problem, i: int, extra_s: float) -> float:
     """Return the simulated step time of candidate ``i``: pipeline makespan plus its additive part."""
     sizes, p, v, m, group, mode, num_recompute, node = problem.shape(i)

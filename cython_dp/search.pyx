@@ -44,6 +44,7 @@ cdef enum:
 
 cdef enum:
     UNIFORM = 1
+    BLOCK = 2
 
 cdef float64_t DP_WINDOW_SHARE = 0.8
 cdef float64_t FILL_WEIGHT = 0.75
@@ -180,13 +181,48 @@ cdef class Scratch:
         free(self.position)
 
 
+cdef int64_t peak_of(
+    Problem problem, Scratch scratch, Py_ssize_t i, int num_recompute
+) noexcept nogil:
+    # Largest allocated bytes over ranks and phases with `num_recompute` layers; `scratch.starts` must be filled.
+    cdef int node = problem.node[i], p = problem.node_pp[node], v = problem.vpp[i], m = problem.node_m[node]
+    cdef int offset = problem.split_start[i], rank, phase, k
+    cdef const int32_t[::1] sizes = problem.sizes[offset:offset + p * v]
+    cdef int64_t row[NUM_FEATURES]
+    cdef int64_t value, peak = -1
+    for rank in range(p):
+        rank_features(
+            sizes, scratch.starts, problem.moe_prefix, p, v, m, problem.group[i], problem.mode[i],
+            num_recompute, rank, row
+        )
+        for phase in range(problem.node_memory.shape[1]):
+            value = 0
+            for k in range(NUM_FEATURES):
+                value += row[k] * problem.node_memory[node, phase, k]
+            if value > peak:
+                peak = value
+    return peak
+
+
+cdef int fill_starts(Problem problem, Scratch scratch, Py_ssize_t i) noexcept nogil:
+    # Layer index of each chunk's first layer; returns the largest chunk.
+    cdef int chunks = problem.node_pp[problem.node[i]] * problem.vpp[i]
+    cdef int offset = problem.split_start[i], j, largest = 0
+    scratch.starts[0] = 0
+    for j in range(chunks):
+        scratch.starts[j + 1] = scratch.starts[j] + problem.sizes[offset + j]
+        if problem.sizes[offset + j] > largest:
+            largest = problem.sizes[offset + j]
+    return largest
+
+
 cdef void bound_one(
     Problem problem, Scratch scratch, Py_ssize_t i,
     float64_t* bound_s, float64_t* extra_s, int64_t* peak, int32_t* worst_rank, int32_t* worst_phase
 ) noexcept nogil:
     cdef int node = problem.node[i], p = problem.node_pp[node], v = problem.vpp[i], m = problem.node_m[node]
     cdef int group = problem.group[i], mode = problem.mode[i], num_recompute = problem.num_recompute[i]
-    cdef int offset = problem.split_start[i], rank, j, phase, k
+    cdef int offset = problem.split_start[i], rank, phase, k
     cdef const int32_t[::1] sizes = problem.sizes[offset:offset + p * v]
     cdef const float64_t[::1] times = problem.node_times[node]
     cdef float64_t* forward = scratch.times
@@ -194,9 +230,7 @@ cdef void bound_one(
     cdef int64_t row[NUM_FEATURES]
     cdef int64_t value
     cdef float64_t dense, expert, comm, sync = 0.0, optimizer = 0.0, hop
-    scratch.starts[0] = 0
-    for j in range(p * v):
-        scratch.starts[j + 1] = scratch.starts[j] + sizes[j]
+    fill_starts(problem, scratch, i)
     fill_times(sizes, problem.moe_prefix, p, v, mode, num_recompute, times, forward, backward)
     peak[0] = -1
     for rank in range(p):
@@ -267,6 +301,31 @@ def bounds(Problem problem):
                 problem, scratch, i, &bound_view[i], &extra_view[i], &peak_view[i], &rank_view[i], &phase_view[i]
             )
     return bound_s, extra_s, peak, rank, phase
+
+
+def smallest_block(Problem problem, int64_t limit_bytes):
+    """Return the fewest recomputed layers per chunk that keep the limit; see ``reference.smallest_block``."""
+    cdef Py_ssize_t count = problem.node.shape[0], i
+    found = np.zeros(count, dtype=np.int32)
+    cdef int32_t[::1] view = found
+    cdef Scratch scratch = Scratch(problem.max_chunks, 1)
+    cdef int low, high, middle
+    with nogil:
+        for i in range(count):
+            if problem.mode[i] != BLOCK:
+                continue
+            low = 1
+            high = fill_starts(problem, scratch, i) - 1
+            if high < 1 or peak_of(problem, scratch, i, high) > limit_bytes:
+                continue
+            while low < high:
+                middle = (low + high) // 2
+                if peak_of(problem, scratch, i, middle) <= limit_bytes:
+                    high = middle
+                else:
+                    low = middle + 1
+            view[i] = low
+    return found
 
 
 def step_time(Problem problem, Py_ssize_t i, double extra_s):

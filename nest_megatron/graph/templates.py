@@ -42,10 +42,10 @@ def _block(z: Sizes, kind: BlockKind) -> Block:
     operators = [
         _norm(z, "input_norm"),
         *attention,
-        _residual(z, "attention_residual"),
+        _residual(z, "residual_attention"),
         _norm(z, "pre_mlp_norm"),
         *mlp,
-        _residual(z, "mlp_residual"),
+        _residual(z, "residual_mlp"),
     ]
     return Block(kind=kind, operators=tuple(operators), collectives=tuple(_collectives(z, kind)))
 

@@ -21,6 +21,7 @@ def _compiled() -> types.SimpleNamespace:
         in_flight=schedule.in_flight,
         Problem=search.Problem,
         bounds=search.bounds,
+        smallest_block=search.smallest_block,
         step_time=search.step_time,
         best_first=search.best_first,
     )

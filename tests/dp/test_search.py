@@ -62,3 +62,18 @@ def test_full_recompute_keeps_units_instead_of_layers() -> None:
     np.testing.assert_array_equal(again[:, Feature.LIVE_UNITS], plain[:, Feature.LIVE_DENSE])
     assert again[:, Feature.LIVE_DENSE].sum() == 0
     assert again[:, Feature.UNIT_DENSE].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_smallest_block_is_the_smallest_that_fits(compiled, seed: int) -> None:
+    """Bisection finds what trying every number of recomputed layers finds, when saving beats keeping the input."""
+    arrays = random_problem(seed)
+    # A recomputed layer keeps its input only, which is never more than what the layer would have saved.
+    memory = arrays["node_memory"]
+    least = np.minimum(memory[:, :, Feature.LIVE_DENSE], memory[:, :, Feature.LIVE_MOE])
+    memory[:, :, Feature.LIVE_UNITS] = least // 3
+    memory[:, :, Feature.UNIT_DENSE : Feature.UNIT_BOTH + 1] = 0
+    peaks = reference.bounds(reference.Problem(**arrays))[2]
+    limit = int(np.median(peaks))
+    fast = compiled.smallest_block(compiled.Problem(**arrays), limit)
+    np.testing.assert_array_equal(fast, reference.smallest_block(reference.Problem(**arrays), limit))

@@ -1,0 +1,202 @@
+"""Allocated peak of every pipeline stage, term by term, linear in what the stage holds and keeps in flight.
+
+The planner multiplies the summed coefficients, the report the same coefficients term by term; so both give
+the same bytes.  Formulas: research/memory_model.md section 2; index letters as there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cython_dp import NUM_FEATURES, Feature
+from nest_megatron.specs.cluster import Accelerator
+from nest_megatron.specs.job import TrainJob
+from nest_megatron.specs.plan import Band
+from nest_megatron.units import KIB, MIB
+
+Int64 = npt.NDArray[np.int64]
+
+#: Phases whose sums are compared; a stage peaks in one of them (memory_model.md 2.7).
+PHASES = ("forward-backward, loss", "forward-backward, layer", "optimizer step")
+_LOSS, _LAYER, _STEP = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+_ALL, _RUNNING = (1, 1, 1), (1, 1, 0)
+#: Term -> the phases it is alive in.
+TERMS: dict[str, tuple[int, int, int]] = {
+    "weights": _ALL,
+    "gradients": _ALL,
+    "optimizer": _ALL,
+    "low-precision weight copies": _ALL,
+    "dummy weight gradients": _ALL,
+    "workspaces": _ALL,
+    "activations": _RUNNING,
+    "pipeline buffers": _RUNNING,
+    "loss and logits": _LOSS,
+    "recomputed unit": _LAYER,
+    "layer backward": _LAYER,
+    "step temporaries": _STEP,
+}
+# memory_model.md 2.2: cuBLAS keeps two workspaces, TE one per GEMM kind; both grew with Hopper.
+_CUBLAS_BYTES = {True: 2 * 32 * MIB, False: 2 * 8 * MIB + 2 * 128 * KIB}
+_TE_BYTES = {True: 32 * MIB, False: 4 * MIB}
+_GROUPED_GEMM_WORKSPACES, _TP_OVERLAP_WORKSPACES = 4, 2
+_PIPELINE_BUFFERS = 4
+_IDS_BYTES_PER_TOKEN = 32
+#: Allocated / visible above which a layout is called TIGHT, and the most TIGHT may reach (DESIGN section 6).
+TIGHT_ABOVE, OOM_ABOVE = 0.75, 0.96
+SHARDING_CODES = {"none": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeColumns:
+    """The layout axes the memory terms read, one array entry per node.
+
+    Attributes:
+        row: index into the memory rows; ``shard`` = dp * cp and ``expert_shard`` = edp, per optimizer instance.
+        sharding: code of ``SHARDING_CODES``; ``tp_overlap``: 1 when TP communication overlaps.
+    """
+
+    row: Int64
+    pp: Int64
+    shard: Int64
+    expert_shard: Int64
+    sharding: Int64
+    tp_overlap: Int64
+
+
+def memory_terms(
+    rows: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob, accelerator: Accelerator
+) -> dict[str, Int64]:
+    """Return (N, NUM_FEATURES) int64 bytes per feature for every term of ``TERMS``.
+
+    Args:
+        rows: field of ``MemoryRow`` -> one value per row.
+    """
+    at = {name: values[nodes.row] for name, values in rows.items()}
+    terms = {name: np.zeros((len(nodes.row), NUM_FEATURES), dtype=np.int64) for name in TERMS}
+    _state_terms(terms, at, nodes, job)
+    _workspace_terms(terms, at, nodes, job, accelerator)
+    _activation_terms(terms, at, nodes, job)
+    return terms
+
+
+def _ceil_div(a: Int64, b: Int64) -> Int64:
+    return -(-a // b)
+
+
+def _state_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> None:
+    """Weights, gradients, optimizer (memory_model.md 2.2): the optimizer shards over dp * cp, experts over edp."""
+    recipe, one = job.recipe, np.ones_like(nodes.shard)
+    last = at["parameters_last_norm"] + _output_parameters(at, nodes, job)
+    held = (
+        (Feature.DENSE, at["dense_parameters_dense"], nodes.shard),
+        (Feature.MOE, at["dense_parameters_moe"], nodes.shard),
+        (Feature.MOE, at["expert_parameters_moe"], nodes.expert_shard),
+        (Feature.FIRST, at["parameters_first"], nodes.shard),
+        (Feature.LAST, last, nodes.shard),
+    )
+    for feature, parameters, shard in held:
+        weights_shard = np.where(nodes.sharding >= 3, shard, one)
+        grads_shard = np.where(nodes.sharding >= 2, shard, one)
+        state_shard = np.where(nodes.sharding >= 1, shard, one)
+        terms["weights"][:, feature] += _ceil_div(recipe.weight_bytes * parameters, weights_shard)
+        terms["gradients"][:, feature] += _ceil_div(recipe.grad_bytes * parameters, grads_shard)
+        terms["optimizer"][:, feature] += _ceil_div(recipe.optimizer_bytes * parameters, state_shard)
+        terms["step temporaries"][:, feature] += _ceil_div(recipe.step_extra_bytes * parameters, state_shard)
+    copies = terms["low-precision weight copies"]
+    copies[:, Feature.DENSE] = recipe.cached_weight_bytes * at["gemm_weights_dense"]
+    copies[:, Feature.MOE] = recipe.cached_weight_bytes * at["gemm_weights_moe"]
+
+
+def _output_parameters(at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> Int64:
+    """Return the output layer's own parameters: none when it shares the embedding on the same rank."""
+    if not job.model.tied_embeddings:
+        return at["parameters_output"]
+    return np.where(nodes.pp > 1, at["parameters_output"], 0)
+
+
+def _workspace_terms(
+    terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob, accelerator: Accelerator
+) -> None:
+    large = accelerator.generation in ("hopper", "blackwell")
+    model, recipe = job.model, job.recipe
+    kinds = 1
+    if model.moe is not None and model.moe.grouped_gemm:
+        kinds = _GROUPED_GEMM_WORKSPACES
+    workspaces = terms["workspaces"][:, Feature.ONE]
+    workspaces += _CUBLAS_BYTES[large] + at["score_buffer_bytes"]
+    if job.kernels.transformer_engine:
+        workspaces += _TE_BYTES[large] * (kinds + _TP_OVERLAP_WORKSPACES * nodes.tp_overlap)
+    if recipe.wgrad_fusion and job.kernels.transformer_engine:
+        # TE caches one dummy gradient per distinct weight shape (memory_model.md section 0, term 1).
+        dummy = terms["dummy weight gradients"]
+        dummy[:, Feature.ONLY_DENSE] = recipe.weight_bytes * at["distinct_weights_dense"]
+        dummy[:, Feature.ONLY_MOE] = recipe.weight_bytes * at["distinct_weights_moe"]
+        dummy[:, Feature.BOTH] = recipe.weight_bytes * at["distinct_weights_both"]
+        if not model.tied_embeddings:
+            dummy[:, Feature.LAST] = recipe.weight_bytes * at["parameters_output"]
+
+
+def _activation_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> None:
+    """In-flight activations, boundary buffers, loss, recomputed unit and layer backward (2.3-2.7)."""
+    activations = terms["activations"]
+    activations[:, Feature.LIVE_DENSE] = at["saved_dense_bytes"]
+    activations[:, Feature.LIVE_MOE] = at["saved_moe_bytes"]
+    activations[:, Feature.LIVE_UNITS] = at["unit_input_bytes"]
+    activations[:, Feature.LIVE_FIRST] = at["saved_first_bytes"]
+    activations[:, Feature.LAST] = at["saved_last_bytes"]
+    activations[:, Feature.FIRST] = _IDS_BYTES_PER_TOKEN * (
+        at["boundary_bytes"] // (job.recipe.activation_bytes * job.model.hidden_size)
+    )
+    terms["pipeline buffers"][:, Feature.ONE] = np.where(nodes.pp > 1, _PIPELINE_BUFFERS * at["boundary_bytes"], 0)
+    terms["loss and logits"][:, Feature.LAST] = at["loss_bytes"]
+    unit = terms["recomputed unit"]
+    unit[:, Feature.UNIT_DENSE] = at["saved_dense_bytes"]
+    unit[:, Feature.UNIT_MOE] = at["saved_moe_bytes"]
+    unit[:, Feature.UNIT_BOTH] = np.maximum(at["saved_dense_bytes"], at["saved_moe_bytes"])
+    backward = terms["layer backward"]
+    backward[:, Feature.ONE] = 2 * at["boundary_bytes"]
+    backward[:, Feature.ONLY_DENSE] = at["transient_dense_bytes"]
+    backward[:, Feature.ONLY_MOE] = at["transient_moe_bytes"]
+    backward[:, Feature.BOTH] = np.maximum(at["transient_dense_bytes"], at["transient_moe_bytes"])
+
+
+def phase_coefficients(terms: Mapping[str, Int64]) -> Int64:
+    """Return (N, phases, NUM_FEATURES): the terms summed over those alive in each phase."""
+    some = next(iter(terms.values()))
+    total = np.zeros((some.shape[0], len(PHASES), some.shape[1]), dtype=np.int64)
+    for name, values in terms.items():
+        for phase, alive in enumerate(TERMS[name]):
+            if alive:
+                total[:, phase, :] += values
+    return total
+
+
+def device_bytes(allocated_bytes: Int64, job: TrainJob) -> Int64:
+    """Return what the device reports for an allocated peak: factor * allocated + fixed (memory_model.md section 3)."""
+    profile = job.profile
+    return np.ceil(profile.device_factor * allocated_bytes).astype(np.int64) + profile.device_fixed_bytes
+
+
+def feasible(allocated_bytes: Int64, job: TrainJob, visible_bytes: int) -> npt.NDArray[np.bool_]:
+    """Return whether device memory plus what others hold fits (DESIGN section 6)."""
+    return device_bytes(allocated_bytes, job) + job.reserved_bytes <= visible_bytes
+
+
+def memory_limits(job: TrainJob, visible_bytes: int) -> tuple[int, int]:
+    """Return the largest allocated peaks that FIT and that run at all (``feasible`` and ``band``, inverted)."""
+    free = visible_bytes - job.reserved_bytes - job.profile.device_fixed_bytes
+    runs = min(math.floor(free / job.profile.device_factor), math.floor(OOM_ABOVE * visible_bytes))
+    return min(runs, math.ceil(TIGHT_ABOVE * visible_bytes) - 1), runs
+
+
+def band(allocated_bytes: int, is_feasible: bool, visible_bytes: int) -> Band:
+    """Return the risk label of one layout (DESIGN section 6, frequencies in memory_model.md section 0)."""
+    share = allocated_bytes / visible_bytes
+    if not is_feasible or share > OOM_ABOVE:
+        return "OOM"
+    return "FITS" if share < TIGHT_ABOVE else "TIGHT"

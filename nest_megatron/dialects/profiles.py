@@ -1,0 +1,102 @@
+"""Framework profiles: ``conf/framework/<name>.yaml``, one {value, source} per quantity, units in the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nest_megatron import units
+from nest_megatron.errors import BadInputError, Factor, nearest_names
+from nest_megatron.specs import codec
+from nest_megatron.specs.job import FrameworkProfile
+
+#: The data folder that editable installs and wheels carry inside the package.
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantity:
+    """One number of a data file, with where it comes from."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProfileFile:
+    """The exact keys of a profile file; GiB and ms are converted on loading."""
+
+    name: str
+    device_factor: Quantity
+    device_fixed_GiB: Quantity
+    tp_overlap_share: Quantity
+    tp_async_backward_share: Quantity
+    dp_overlap_share: Quantity
+    p2p_overlap_share: Quantity
+    ep_overlap_share: Quantity
+    host_floor_ms: Quantity
+    moe_host_factor: Quantity
+    step_overhead_ms: Quantity
+
+
+#: File key -> field of the profile, where the unit changes on loading.
+_CONVERTED = {
+    "device_fixed_GiB": "device_fixed_bytes",
+    "host_floor_ms": "host_floor_s",
+    "step_overhead_ms": "step_overhead_s",
+}
+
+
+def profile_names() -> tuple[str, ...]:
+    """Return the names of the shipped profiles."""
+    return tuple(sorted(path.stem for path in (CONF / "framework").glob("*.yaml")))
+
+
+def load_profile(name: str) -> FrameworkProfile:
+    """Return the profile in ``conf/framework/<name>.yaml``, in bytes and seconds.
+
+    Raises:
+        BadInputError: no such profile (with the nearest names), or a key that is unknown, missing or of
+            another type.
+    """
+    known = profile_names()
+    if name not in known:
+        raise BadInputError(
+            "NEST-D30",
+            f"there is no framework profile {name!r}",
+            factors=[Factor("known", ", ".join(known), "conf/framework")],
+            nearest=nearest_names(name, known),
+        )
+    path = CONF / "framework" / f"{name}.yaml"
+    entry = codec.from_plain(_ProfileFile, load_yaml(path), source=path.name)
+    quantities = [field.name for field in fields(_ProfileFile) if field.name != "name"]
+    sources = {_CONVERTED.get(key, key): getattr(entry, key).source for key in quantities}
+    return FrameworkProfile(
+        name=entry.name,
+        device_factor=entry.device_factor.value,
+        device_fixed_bytes=units.bytes_from_gib(entry.device_fixed_GiB.value),
+        tp_overlap_share=entry.tp_overlap_share.value,
+        tp_async_backward_share=entry.tp_async_backward_share.value,
+        dp_overlap_share=entry.dp_overlap_share.value,
+        p2p_overlap_share=entry.p2p_overlap_share.value,
+        ep_overlap_share=entry.ep_overlap_share.value,
+        host_floor_s=entry.host_floor_ms.value * units.MILLI,
+        moe_host_factor=entry.moe_host_factor.value,
+        step_overhead_s=entry.step_overhead_ms.value * units.MILLI,
+        sources=sources,
+    )
+
+
+def load_yaml(path: Path) -> Any:
+    """Return the plain content of a data file.
+
+    Raises:
+        BadInputError: the file is absent or not YAML.
+    """
+    try:
+        return yaml.safe_load(codec.read_text(path))
+    except yaml.YAMLError as error:
+        raise BadInputError("NEST-D31", f"{path.name} is not YAML: {' '.join(str(error).split())}") from None

@@ -1,0 +1,61 @@
+"""The public NeMo configurations and what reading each of them gives; shared by the tests and the docs page."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from nest_megatron.dialects import registry
+from nest_megatron.errors import BadInputError
+from nest_megatron.specs.settings import PlanSettings
+
+FOLDERS = ("nemo-1.23", "nemo-2.4", "nemo-aligner", "gpu-recipes")
+EXAMPLES = "examples/nlp/language_modeling/conf"
+RECIPES = "gpu-recipes/src/frameworks/a3mega/nemo-configs"
+
+GPT_123 = f"nemo-1.23/{EXAMPLES}/megatron_gpt_config.yaml"
+LLAMA_123 = f"nemo-1.23/{EXAMPLES}/megatron_llama_config.yaml"
+GPT_24 = f"nemo-2.4/{EXAMPLES}/megatron_gpt_config.yaml"
+SFT = "nemo-aligner/examples/nlp/gpt/conf/gpt_sft.yaml"
+GPT3_175B = f"{RECIPES}/gpt3-175b-256gpus-fp8.yaml"
+LLAMA_70B = f"{RECIPES}/llama3-1-70b-256gpus-bf16.yaml"
+MIXTRAL = f"{RECIPES}/mixtral-8x7b-256gpus-bf16.yaml"
+
+
+def load(shared: Path, name: str, **changes: object) -> DictConfig:
+    """Return one configuration, with dotted changes (``__`` stands for a dot)."""
+    config = OmegaConf.load(shared / "data" / "configs" / name)
+    assert isinstance(config, DictConfig)
+    for key, value in changes.items():
+        OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return config
+
+
+def files(shared: Path) -> list[str]:
+    """Return every file of the four folders, relative to the folder of configurations."""
+    root = shared / "data" / "configs"
+    return [
+        str(path.relative_to(root)) for folder in FOLDERS for path in sorted((root / folder).rglob("*.yaml"))
+    ]
+
+
+def outcome(shared: Path, name: str) -> str:
+    """Return what reading gives: the layout and recipe of a job, or the code and the sentence."""
+    config = load(shared, name)
+    try:
+        job = registry.detect(config).read(config, overrides=(), settings=PlanSettings())
+    except BadInputError as error:
+        return f"{error.code}: {error.message}"
+    return f"job on NeMo {job.framework_version}: {job.user_layout.describe()}; {job.recipe.name}"
+
+
+def table(shared: Path) -> str:
+    """Return the table of docs/dialects.md."""
+    rows = [f"| {name} | {outcome(shared, name)} |" for name in files(shared)]
+    return "\n".join(["| file | outcome |", "|---|---|", *rows]) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table(Path(__file__).resolve().parents[3] / "shared"))
