@@ -260,7 +260,12 @@ def _console(stream: TextIO) -> Console:
     """Return a console between 80 and 160 columns; rich itself drops colours when nobody watches."""
     from rich.console import Console
 
-    console = Console(file=stream, highlight=False, emoji=False, markup=False)
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            # Rich would exit 1 here; the verdict's own exit code counts.
+            raise BrokenPipeError
+
+    console = PipeConsole(file=stream, highlight=False, emoji=False, markup=False)
     console.width = min(max(console.width, _MIN_WIDTH), _MAX_WIDTH)
     return console
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig
@@ -31,12 +31,18 @@ MINIMUM_GAIN = 0.03
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Verdict on the user's own layout; ``plan`` and ``failure`` say what the planner would do instead."""
+    """Verdict on the user's own layout; ``plan`` and ``failure`` say what the planner would do instead.
+
+    Args:
+        assumptions, provenance: as in a plan; here too because there may be no plan.
+    """
 
     user: UserSide
     plan: Plan | None
     failure: NestError | None
     exit_code: int
+    assumptions: tuple[str, ...] = ()
+    provenance: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,14 @@ def check_config(
         failure = error
     user = plan.user if plan is not None else _user_side(inputs, Evaluator(inputs.job, inputs.cluster))
     runs = user.prediction is not None and user.prediction.feasible
-    return Check(user=user, plan=plan, failure=failure, exit_code=EXIT_OK if runs else EXIT_NO_PLAN)
+    return Check(
+        user=user,
+        plan=plan,
+        failure=failure,
+        exit_code=EXIT_OK if runs else EXIT_NO_PLAN,
+        assumptions=(*inputs.job.assumptions, *inputs.cluster.assumptions),
+        provenance=_provenance(inputs, settings),
+    )
 
 
 def exit_code_of(error: NestError) -> int:
@@ -129,7 +142,7 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
     layout, outcome, ratio = _do_no_harm(job, cluster, user, result)
     broken = rules.check(job, layout)
     if broken:
-        raise PlannerFault("NEST-X01", f"the planned layout is illegal: {broken[0].render()}")
+        raise PlannerFault("NEST-X02", f"the planned layout is illegal: {broken[0].render()}")
     prediction, *others = evaluator.predict([layout, *result.runner_ups])
     edits = {} if outcome == "kept" else inputs.dialect.write(config, job, layout)
     return Plan(

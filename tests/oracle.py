@@ -22,6 +22,7 @@ from nest_megatron.specs.model import ModelSpec
 #: Rule -> why megatron-core 0.16.1 accepts what it refuses at construction time.
 ORACLE_CANNOT_SEE: dict[str, str] = {
     "grid.derived_degrees": "dp and edp are no arguments, Megatron derives them",
+    "grid.order_offered": "whether a dialect has a key for the order is not Megatron's to know",
     "batch.same_global_batch": "the global batch is an argument, there is nothing to compare it with",
     "batch.interleaved_groups": "checked by the interleaved schedule in the first training step",
     "layers.two_stage_interleaving": "checked by megatron.training's arguments only; trains silently wrong",
@@ -35,6 +36,8 @@ ORACLE_CANNOT_SEE: dict[str, str] = {
     "moe.experts_divide": "checked when the MoE layer is built",
     "moe.experts_need_sequence_parallel": "a warning at construction; the MoE layer's first forward raises",
     "moe.expert_width": "checked when the expert layers are built",
+    "moe.expert_tensor_parallel": "whether a dialect has a key for etp is not Megatron's to know",
+    "sharding.sharding_offered": "an argument of DistributedDataParallel, made after the model",
     "sharding.instances_offered": "optimizer sharding is an argument of the optimizer, made after the model",
     "sharding.gradient_sharding_order": "a rule of Megatron-Bridge",
     "recompute.modules": "megatron-core takes an empty list of modules, which recomputes nothing",

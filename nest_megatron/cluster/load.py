@@ -212,28 +212,9 @@ def resize(cluster: Cluster, num_gpus: int) -> Cluster:
     Raises:
         BadInputError: not positive, not whole nodes, or more than the named nodes hold.
     """
+    _check_size(cluster, num_gpus)
     per_node = cluster.gpus_per_node
-    factors = [Factor("num_gpus", shown(num_gpus)), Factor("gpus_per_node", per_node, cluster.source)]
-    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= MAX_GPUS:
-        raise BadInputError(
-            "NEST-C06", f"num_gpus must be a whole number from 1 to {MAX_GPUS}", factors=factors
-        )
-    if num_gpus > per_node and num_gpus % per_node:
-        whole = num_gpus // per_node * per_node
-        raise BadInputError(
-            "NEST-C06",
-            "num_gpus must be a multiple of gpus_per_node",
-            factors=factors,
-            nearest=[str(whole), str(whole + per_node)],
-        )
     num_nodes = max(1, num_gpus // per_node)
-    if cluster.nodes and num_nodes > len(cluster.nodes):
-        raise BadInputError(
-            "NEST-C06",
-            "num_gpus is more than the named nodes hold",
-            factors=[*factors, Factor("nodes", len(cluster.nodes), cluster.source)],
-            nearest=[str(cluster.num_gpus)],
-        )
     said = list(cluster.assumptions)
     if num_gpus < per_node:
         said.append(
@@ -255,6 +236,30 @@ def resize(cluster: Cluster, num_gpus: int) -> Cluster:
         units=_kept_units(cluster.units, nodes),
         assumptions=tuple(said),
     )
+
+
+def _check_size(cluster: Cluster, num_gpus: int) -> None:
+    per_node = cluster.gpus_per_node
+    factors = [Factor("num_gpus", shown(num_gpus)), Factor("gpus_per_node", per_node, cluster.source)]
+    if isinstance(num_gpus, bool) or not isinstance(num_gpus, int) or not 1 <= num_gpus <= MAX_GPUS:
+        raise BadInputError(
+            "NEST-C06", f"num_gpus must be a whole number from 1 to {MAX_GPUS}", factors=factors
+        )
+    if num_gpus > per_node and num_gpus % per_node:
+        whole = num_gpus // per_node * per_node
+        raise BadInputError(
+            "NEST-C06",
+            "num_gpus must be a multiple of gpus_per_node",
+            factors=factors,
+            nearest=[str(whole), str(whole + per_node)],
+        )
+    if cluster.nodes and num_gpus > cluster.num_gpus:
+        raise BadInputError(
+            "NEST-C06",
+            "num_gpus is more than the named nodes hold",
+            factors=[*factors, Factor("nodes", len(cluster.nodes), cluster.source)],
+            nearest=[str(cluster.num_gpus)],
+        )
 
 
 def _kept_units(named: tuple[Unit, ...], nodes: tuple[str, ...]) -> tuple[Unit, ...]:

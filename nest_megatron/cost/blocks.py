@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from nest_megatron.cluster.groups import group_shape
+from nest_megatron.cluster.groups import GroupShape, group_shape
 from nest_megatron.cost.collectives import CollectiveModel
 from nest_megatron.cost.compute import ComputeModel, PassTime
 from nest_megatron.cost.overlap import HiddenShares
@@ -69,6 +69,14 @@ class BlockPricer:
         self.cluster = cluster
         self.compute = ComputeModel(cluster.accelerator, job)
         self.collectives = CollectiveModel(cluster)
+        self._groups: dict[tuple[int, int], GroupShape] = {}
+
+    def group(self, size: int, stride: int) -> GroupShape:
+        """Return the shape of the groups {start + i * stride}; cached here, since hashing a cluster is slow."""
+        key = (size, stride)
+        if key not in self._groups:
+            self._groups[key] = group_shape(self.cluster, size, stride)
+        return self._groups[key]
 
     def graph(self, graph: LayerGraph, hidden: HiddenShares) -> GraphTime:
         """Return the time of each block of ``graph``."""
@@ -132,7 +140,7 @@ class BlockPricer:
             "ep": (choice.ep, choice.etp),
             "etp": (choice.etp, 1),
         }[collective.axis]
-        group = group_shape(self.cluster, size, stride)
+        group = self.group(size, stride)
         return self.collectives.time_s(collective.op, collective.num_bytes, group)
 
     def _ring(self, block: Block, ring: Collective, choice: BlockChoice, step_s: float) -> PassTime:

@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from cython_dp import NUM_COLUMNS, NUM_PARAMS, Column, Param
-from nest_megatron.cluster.groups import GroupShape, group_shape
 from nest_megatron.cost.blocks import BlockPricer, GraphTime
 from nest_megatron.cost.memory import SHARDING_CODES, NodeColumns, memory_terms, phase_coefficients
 from nest_megatron.cost.overlap import HiddenShares
@@ -63,6 +62,7 @@ class CostModel:
         self.pricer = BlockPricer(job, cluster)
         self._rows: dict[tuple[BlockChoice, bool, bool], int] = {}
         self._built: list[Row] = []
+        self._sync: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
 
     def row(self, layout: Layout) -> int:
         """Return the index of the row of ``layout``; full recompute shares one row for all methods."""
@@ -141,7 +141,7 @@ class CostModel:
         hidden = HiddenShares.of(self.job.profile, layout.overlap)
         times[Column.P2P_HIDDEN] = hidden.p2p
         if layout.pp > 1:
-            group = group_shape(self.cluster, layout.pp, self._pp_stride(layout))
+            group = self.pricer.group(layout.pp, self._pp_stride(layout))
             times[Column.P2P] = self.pricer.collectives.time_s("p2p", row.boundary_bytes, group)
         self._fill_sync(times, layout, hidden)
 
@@ -154,13 +154,11 @@ class CostModel:
         """Gradient and parameter synchronisation per bucket, and the optimizer step, per parameter."""
         outer = layout.pp if layout.order == "tp-cp-ep-pp-dp" else 1
         bucket = max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * layout.dp)
-        dense = group_shape(self.cluster, layout.dp * layout.cp, layout.tp * outer)
-        expert = group_shape(self.cluster, layout.edp, layout.etp * layout.ep * outer)
         sharded = layout.sharding != "none"
-        alpha, beta = self._sync_terms(dense, bucket, sharded)
+        alpha, beta = self._sync_terms(layout.dp * layout.cp, layout.tp * outer, bucket, sharded)
         times[Column.SYNC_ALPHA_DENSE], times[Column.SYNC_BETA_DENSE] = alpha, beta
         if self.job.model.moe is not None:
-            alpha, beta = self._sync_terms(expert, bucket, sharded)
+            alpha, beta = self._sync_terms(layout.edp, layout.etp * layout.ep * outer, bucket, sharded)
             times[Column.SYNC_ALPHA_EXPERT], times[Column.SYNC_BETA_EXPERT] = alpha, beta
         times[Column.BUCKET] = bucket
         times[Column.SYNC_HIDDEN] = hidden.dp
@@ -171,16 +169,21 @@ class CostModel:
         times[Column.OPTIMIZER_DENSE] = (OPTIMIZER_BYTES_PER_SHARDED / shard + local) / rate
         times[Column.OPTIMIZER_EXPERT] = (OPTIMIZER_BYTES_PER_SHARDED / expert_shard + local) / rate
 
-    def _sync_terms(self, group: GroupShape, bucket: int, sharded: bool) -> tuple[float, float]:
+    def _sync_terms(self, size: int, stride: int, bucket: int, sharded: bool) -> tuple[float, float]:
         """Return latency per bucket and seconds per parameter: RS + AG when sharded, else one all-reduce."""
-        recipe, model = self.job.recipe, self.pricer.collectives
-        if not sharded:
-            reduce = model.terms("all_reduce", group, bucket * recipe.grad_reduce_bytes)
-            return reduce.alpha_s, reduce.beta_s_per_byte * recipe.grad_reduce_bytes
-        scatter = model.terms("reduce_scatter", group, bucket * recipe.grad_reduce_bytes)
-        gather = model.terms("all_gather", group, bucket * recipe.param_gather_bytes)
-        beta = scatter.beta_s_per_byte * recipe.grad_reduce_bytes + gather.beta_s_per_byte * recipe.param_gather_bytes
-        return scatter.alpha_s + gather.alpha_s, beta
+        key = (size, stride, bucket, sharded)
+        if key not in self._sync:
+            recipe, model, group = self.job.recipe, self.pricer.collectives, self.pricer.group(size, stride)
+            wire = {"all_reduce": recipe.grad_reduce_bytes}
+            if sharded:
+                wire = {"reduce_scatter": recipe.grad_reduce_bytes, "all_gather": recipe.param_gather_bytes}
+            alpha = beta = 0.0
+            for op, bytes_per_parameter in wire.items():
+                terms = model.terms(op, group, bucket * bytes_per_parameter)  # type: ignore[arg-type]
+                alpha += terms.alpha_s
+                beta += terms.beta_s_per_byte * bytes_per_parameter
+            self._sync[key] = alpha, beta
+        return self._sync[key]
 
     def step_time_s(self, pipeline_s: npt.ArrayLike) -> Float64:
         """Return step seconds from pipeline + synchronisation + optimizer: jitter, then fixed overhead."""

@@ -130,7 +130,7 @@ class ConfigView:
         return float(found)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return a boolean.
+        """Return a boolean; 0 and 1 are accepted, as the frameworks accept them.
 
         Raises:
             BadInputError: another type.
@@ -138,9 +138,9 @@ class ConfigView:
         found = self.value(key)
         if found is None:
             return default
-        if not isinstance(found, bool):
+        if not isinstance(found, int) or found not in (0, 1):
             raise self._wrong(key, found, "true or false")
-        return found
+        return bool(found)
 
     def text(self, key: str) -> str | None:
         """Return a string, None when it is not given.
@@ -223,7 +223,9 @@ class ConfigView:
         """Return where the value came from: ``command line``, ``config file`` or ``default``."""
         if self.is_overridden(key):
             return COMMAND_LINE
-        return CONFIG_FILE if self.value(key) is not None else DEFAULT
+        stored = self._locate(self._path(key), ())[1]
+        unset = isinstance(stored, _Absent) or stored is None or stored == _MISSING
+        return DEFAULT if unset else CONFIG_FILE
 
     def is_overridden(self, key: str) -> bool:
         """Return whether the command line gives this key, or the key that it refers to."""
@@ -282,7 +284,8 @@ class ConfigView:
                     raise _unreadable(path, raw, f"{name} needs numbers")
                 return _ARITHMETIC[name](*args)
             if name == "oc.env":
-                return os.environ.get(*map(str, args))
+                default = args[1] if len(args) > 1 else None
+                return os.environ.get(str(args[0]), None if default is None else str(default))
             if OmegaConf.has_resolver(name):
                 return OmegaConf.select(self._config, ".".join(path))
             raise _unreadable(path, raw, f"the resolver {name!r} is not known before the application starts")

@@ -107,7 +107,7 @@ def _autocast(view: ConfigView, precision: Precision, optimizer: Optimizer, assu
     grad_bytes = _FP32_BYTES
     if optimizer.kind == "apex":
         reduce_bytes = _dtype_bytes(view, "model.optim.grad_sync_dtype") or _FP32_BYTES
-        grad_bytes = _FP32_BYTES + reduce_bytes
+        grad_bytes = reduce_bytes if optimizer.o2 else _FP32_BYTES + reduce_bytes
     if half:
         assumptions.append(
             "native autocast keeps the residual stream in fp32; activations are priced at 2 bytes per "

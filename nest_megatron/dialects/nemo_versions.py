@@ -144,11 +144,11 @@ def capabilities(
 ) -> Capabilities:
     """Return what this version can execute with this configuration's model class and optimizer.
 
-    Reasons.  Virtual pipeline: only with O2; an assertion refuses it from 2.4 on.  Expert parallelism:
-    only with O2, not with Apex' optimizer, and not before 2.0, which has no reduction over expert data parallel
-    ranks.  Context parallelism: only in Transformer Engine's attention of megatron-core models.  Expert TP: no
-    release hands it to ``initialize_model_parallel``.  Order: 2.0 and 2.1 pass ``tp-pp-dp``, which is illegal
-    with CP or EP, so 2.2 and later offer it.
+    Virtual pipeline: only with O2; an assertion refuses it from 2.4 on.  Expert parallelism: only with O2,
+    not with Apex' optimizer, and not in 1.x, which has no reduction over expert data parallel ranks.  Context
+    parallelism: only in Transformer Engine's attention of megatron-core models.  Expert TP: no release hands
+    it to ``initialize_model_parallel``.  Order: 2.0 and 2.1 pass ``tp-pp-dp``, which is illegal with CP or
+    EP, so 2.2 and later offer it.
     """
     core = uses_megatron_core(view)
     orders: tuple[Order, ...] = ("tp-cp-ep-dp-pp",)

@@ -34,7 +34,7 @@ class _Target:
         found = view.value(self.key)
         now = self.default if found is None else found
         wanted = self.default if self.value is None else self.value
-        return bool(now == wanted) and isinstance(now, bool) is isinstance(wanted, bool)
+        return bool(now == wanted)
 
 
 def layout_edits(view: ConfigView, job: TrainJob, layout: Layout) -> dict[str, Any]:

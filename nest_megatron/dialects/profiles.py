@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def profile_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in (CONF / "framework").glob("*.yaml")))
 
 
+@cache
 def load_profile(name: str) -> FrameworkProfile:
     """Return the profile in ``conf/framework/<name>.yaml``, in bytes and seconds.
 

@@ -34,6 +34,7 @@ class Domains:
         self.job = job
         self.fixed = {axis: self._pinned(axis) for axis in job.pins}
         self._world = divisors(job.num_gpus)
+        self._overlaps: dict[tuple[bool, ...], Overlap] = {}
 
     def _pinned(self, axis: str) -> Any:
         value = self.job.pins[axis]
@@ -139,16 +140,23 @@ class Domains:
 
     def overlap(self, layout: Any, *, vpp: int) -> Overlap:
         """Return the overlap flags that go with a layout (or draft): the user's, as far as their conditions hold."""
+        key = (layout.sharding != "none", layout.sequence_parallel, layout.ep > 1, layout.pp == 1, vpp > 1)
+        if key not in self._overlaps:
+            self._overlaps[key] = self._overlap(*key)
+        return self._overlaps[key]
+
+    def _overlap(self, sharded: bool, sequence_parallel: bool, experts: bool, flat: bool, chunks: bool) -> Overlap:
         if "overlap" in self.fixed:
             pinned: Overlap = self.fixed["overlap"]
             return pinned
         asked = self.job.user_layout.overlap
+        reduces = asked.grad_reduce and (sharded or self.job.capabilities.unsharded_grad_overlap)
         return Overlap(
-            grad_reduce=asked.grad_reduce,
-            param_gather=asked.param_gather and asked.grad_reduce and layout.sharding != "none",
-            tp_comm=asked.tp_comm and layout.sequence_parallel and self.job.kernels.transformer_engine,
-            p2p=vpp > 1,
-            expert_all_to_all=asked.expert_all_to_all and layout.ep > 1 and (layout.pp == 1 or vpp > 1),
+            grad_reduce=reduces,
+            param_gather=asked.param_gather and reduces and sharded,
+            tp_comm=asked.tp_comm and sequence_parallel and self.job.kernels.transformer_engine,
+            p2p=chunks,
+            expert_all_to_all=asked.expert_all_to_all and experts and (flat or chunks),
         )
 
 

@@ -19,6 +19,7 @@ from nest_megatron.cost.tables import CostModel, CostTables
 from nest_megatron.errors import Factor, NoPlanError
 from nest_megatron.planner.evaluate import moe_prefix
 from nest_megatron.planner.space import Space, enumerate_space
+from nest_megatron.rules import RULES
 from nest_megatron.rules.base import FIELDS
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
@@ -110,6 +111,7 @@ def _solve(job: TrainJob, cluster: Cluster, space: Space) -> _Searched:
 
 
 def _problem(job: TrainJob, tables: CostTables, space: Space) -> Problem:
+    """Return the solver's problem over every candidate of ``space``."""
     return Problem(
         moe_prefix=moe_prefix(job),
         node_pp=np.array([node.pp for node in space.nodes], dtype=np.int32),
@@ -192,8 +194,9 @@ def _certificate(
 
 
 def _rejections(state: _Searched, certificate: Certificate) -> dict[str, int]:
-    """Return the histogram of first reasons, rules by their message, then memory and speed."""
-    found = {state.space.examples.get(name, name): count for name, count in state.space.rejections.items()}
+    """Return the histogram of first reasons: the rules in their own words, then memory and speed."""
+    words = {rule.name: f"{rule.code}: {rule.doc}" for rule in RULES}
+    found = {words[name]: count for name, count in state.space.rejections.items()}
     found["does not fit in memory"] = certificate.pruned["memory"]
     found["slower (proven by its lower bound)"] = certificate.pruned["bound"]
     return {reason: count for reason, count in found.items() if count}

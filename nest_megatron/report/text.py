@@ -95,6 +95,9 @@ def check_verdict(check: Check) -> str:
     if prediction is None:
         return f"NOT EVALUATED: {check.failure.message if check.failure else 'no prediction for this layout'}"
     if not prediction.feasible:
+        floor = _state_floor(prediction)
+        if floor:
+            return f"DOES NOT FIT: {floor}"
         return (
             f"DOES NOT FIT: stage {prediction.worst_stage} needs {fmt.gib(prediction.peak_device_bytes)} GiB "
             f"on the device in {prediction.worst_phase}, {fmt.gib(prediction.visible_bytes)} GiB are visible"
@@ -107,7 +110,7 @@ def _as_candidate(plan: Plan) -> Candidate:
 
 
 def _provenance(page: Page, provenance: Mapping[str, Any]) -> None:
-    known = [f"{key}: {value}" for key, value in provenance.items() if value not in (None, "")]
+    known = [f"{key.replace('_', ' ')}: {value}" for key, value in provenance.items() if value]
     if known:
         page.line("; ".join(known), "dim")
 
@@ -126,19 +129,23 @@ def _notes(page: Page, layout: Layout, prediction: Prediction) -> None:
     """Print what binds, and the two facts about memory that are most often misjudged."""
     page.section("What binds")
     notes = [_memory_binding(prediction), _time_binding(prediction)]
-    floor = max(_state_bytes(stage.terms_bytes) for stage in prediction.stages)
-    if floor > prediction.visible_bytes:
-        notes.append(
-            f"model states alone need {fmt.gib(floor)} GiB of {fmt.gib(prediction.visible_bytes)} GiB: "
-            "neither a shorter sequence nor a smaller micro-batch can help"
-        )
+    notes.extend(filter(None, [_state_floor(prediction)]))
     if layout.sharding == "optim" and layout.dp * layout.cp == 1:
         notes.append("the sharded optimizer saves nothing here: data parallel x context parallel = 1")
     page.bullets(notes)
 
 
-def _state_bytes(terms_bytes: Mapping[str, int]) -> int:
-    return sum(terms_bytes.get(term, 0) for term in tables.STATE_TERMS)
+def _state_floor(prediction: Prediction) -> str:
+    """Return the sentence for states that exceed the device on their own; empty when they do not."""
+    floor_bytes = max(
+        sum(stage.terms_bytes.get(term, 0) for term in tables.STATE_TERMS) for stage in prediction.stages
+    )
+    if floor_bytes <= prediction.visible_bytes:
+        return ""
+    return (
+        f"model states alone need {fmt.gib(floor_bytes)} GiB of {fmt.gib(prediction.visible_bytes)} GiB "
+        "per GPU: neither a shorter sequence nor a smaller micro-batch can help"
+    )
 
 
 def _memory_binding(prediction: Prediction) -> str:
@@ -202,6 +209,8 @@ def _rank_map(page: Page, rank_map: Mapping[str, Any]) -> None:
         return
     page.section("Rank map")
     for key, value in rank_map.items():
+        if not value:
+            continue
         if isinstance(value, (list, tuple)):
             items = [str(item) for item in value]
             shown = items if len(items) <= MAX_NODES else [*items[:4], page.dots, *items[-2:]]
@@ -212,7 +221,10 @@ def _rank_map(page: Page, rank_map: Mapping[str, Any]) -> None:
 def _alternatives(page: Page, plan: Plan) -> None:
     page.section("Runner-ups")
     if plan.runner_ups:
-        page.show(tables.runner_up_table(page, plan.runner_ups, plan.prediction.step_time_s))
+        step_time_s = plan.prediction.step_time_s
+        page.show(tables.runner_up_table(page, plan.runner_ups, step_time_s))
+        if any(candidate.prediction.step_time_s < step_time_s for candidate in plan.runner_ups):
+            page.line("below 1: faster, by less than what head-room and fewer changes are worth", "dim")
     else:
         page.line("  none: no other layout is legal and fits")
     if plan.rejections:
@@ -226,7 +238,7 @@ def certificate_sentence(certificate: Certificate) -> str:
     """Return what was searched and how far from the optimum of that space the objective can be."""
     pruned = [f"{fmt.count(number)} by {why}" for why, number in certificate.pruned.items() if number]
     proof = (
-        "no configuration of this space has a shorter simulated step"
+        "nothing in this space is faster under nominal assumptions"
         if certificate.gap <= 0
         else f"any better one is at most {fmt.percent(certificate.gap)} faster"
     )
@@ -234,7 +246,7 @@ def certificate_sentence(certificate: Certificate) -> str:
         f"{fmt.count(certificate.configurations)} configurations in {fmt.duration(certificate.search_s)}",
         f"{fmt.count(certificate.evaluated)} simulated",
         *([f"pruned: {', '.join(pruned)}"] if pruned else []),
-        f"best {fmt.duration(certificate.objective_s)}",
+        f"shortest step {fmt.duration(certificate.objective_s)}",
         f"proven bound {fmt.duration(certificate.lower_bound_s)}: {proof}",
     ]
     return "; ".join(parts)

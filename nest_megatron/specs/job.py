@@ -98,6 +98,7 @@ class Capabilities:
         account_embedding_and_loss: embedding and loss may each take one layer's slot.
         layout_string: any layer count per chunk (``pipeline_model_parallel_layout``).
         shardings: sharding values with a key in this dialect.
+        unsharded_grad_overlap: gradient reduction can overlap without a sharded optimizer.
     """
 
     virtual_pipeline: bool = True
@@ -108,6 +109,7 @@ class Capabilities:
     account_embedding_and_loss: bool = False
     layout_string: bool = False
     shardings: tuple[Sharding, ...] = ("none", "optim")
+    unsharded_grad_overlap: bool = True
     optimizer_instances: bool = False
     recompute_modules: tuple[str, ...] = ("core_attn",)
     full_recompute: bool = True

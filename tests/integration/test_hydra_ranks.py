@@ -90,7 +90,7 @@ def test_same_job_reuses_its_plan_and_a_changed_one_does_not(app: App) -> None:
 
 def test_environment_read_by_the_configuration_counts(app: App) -> None:
     """A variable that ${oc.env:} puts into the configuration is part of the plan's identity."""
-    arguments = [*LLAMA, "+nest=auto", "model.global_batch_size=${oc.decode:${oc.env:BATCH}}"]
+    arguments = [*LLAMA, "+nest=auto", "model.global_batch_size='${oc.decode:${oc.env:BATCH}}'"]
     small = app.run(*arguments, environment={"BATCH": "128"})
     large = app.run(*arguments, environment={"BATCH": "256"})
     assert (plan_of(small).layout.global_batch, plan_of(large).layout.global_batch) == (128, 256)

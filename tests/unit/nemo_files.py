@@ -1,8 +1,10 @@
-"""The public NeMo configurations and what reading each of them gives; shared by the tests and the docs page."""
+"""The public NeMo configurations and what reading each of them gives, for tests and docs/dialects.md."""
 
 from __future__ import annotations
 
+import copy
 import sys
+from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -26,10 +28,16 @@ MIXTRAL = f"{RECIPES}/mixtral-8x7b-256gpus-bf16.yaml"
 
 def load(shared: Path, name: str, **changes: object) -> DictConfig:
     """Return one configuration, with dotted changes (``__`` stands for a dot)."""
-    config = OmegaConf.load(shared / "data" / "configs" / name)
-    assert isinstance(config, DictConfig)
+    config = copy.deepcopy(_parsed(shared / "data" / "configs" / name))
     for key, value in changes.items():
         OmegaConf.update(config, key.replace("__", "."), value, force_add=True)
+    return config
+
+
+@cache
+def _parsed(path: Path) -> DictConfig:
+    config = OmegaConf.load(path)
+    assert isinstance(config, DictConfig)
     return config
 
 

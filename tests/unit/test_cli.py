@@ -162,6 +162,7 @@ def test_plan_prints_the_report_and_writes_both_files(job: Path, capsys: pytest.
     plan = Plan.load(plan_file)
     assert out.splitlines()[0] == plan.headline
     assert out.rstrip().endswith(NOT_CHECKED[-1])
+    assert "not attributed" not in out  # the terms of the time split sum to the step
     assert err == ""
     assert main(["plan", "--config", str(config_file), *CLUSTER, "--json", "-"]) == EXIT_OK
     again = Plan.from_json(capsys.readouterr().out)

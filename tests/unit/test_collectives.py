@@ -148,6 +148,8 @@ def test_nccl_tuner_latencies_of_the_other_protocols(shared: Path, algo: str, pr
         pytest.param("dgx-b200", 5, "all_reduce", 677.8, 0.03, id="B200, five GPUs stay at the ring"),
         pytest.param("gb200-nvl72", 72, "all_reduce", 839.2, 0.03, id="GB200 rack"),
         pytest.param("dgx-a100-80", 32, "all_reduce", 191.1, 0.03, id="DGX A100, 4 nodes"),
+        pytest.param("dgx-h100", 96, "all_reduce", 386.6, 0.03, id="H100, 12 nodes, tree over domains"),
+        pytest.param("dgx-b200", 32, "all_reduce", 381.8, 0.03, id="B200, 4 nodes, tree over domains"),
         pytest.param("mi300x", 2, "all_reduce", 47.7, 0.03, id="MI300X pair"),
         pytest.param("mi300x", 8, "all_reduce", 312.9, 0.03, id="MI300X, eight"),
     ],
@@ -284,6 +286,34 @@ def test_two_to_one_leaf_is_free_for_rings_with_two_members_per_leaf() -> None:
 
     assert beta(half, *many) == pytest.approx(beta(full, *many))
     assert beta(half, *one) == pytest.approx(2 * beta(full, *one))
+
+
+def test_domain_bandwidth_is_no_limit_without_a_hop_inside() -> None:
+    """A ring of one rank per node does not pay the bandwidth inside the node (network.md 1.4)."""
+    cluster = machine((8, 20), (16, 48), num_gpus=16)
+    assert busbw(cluster, group_shape(cluster, 2, 8)) == pytest.approx(48)
+
+
+def test_simple_pays_the_fabric_latency_twice() -> None:
+    """One network hop adds the fabric latency once for LL and twice, data and flush, for Simple (1.3)."""
+    near, far = (machine((8, 366), (16, 48), num_gpus=16, latency_us=us) for us in (0, 10))
+    group = group_shape(near, 2, 8)
+    before, after = (CollectiveModel(c).by_algorithm("all_gather", group, GIB) for c in (near, far))
+    added = {name: after[name].alpha_s - before[name].alpha_s for name in ("ring/LL", "ring/Simple")}
+    assert added == pytest.approx({"ring/LL": 10e-6, "ring/Simple": 20e-6})
+
+
+def test_tree_does_not_jump_at_powers_of_two() -> None:
+    """The tree's bandwidth factor by size is continuous, so one more byte never saves time."""
+    model = CollectiveModel(shipped("dgx-h100"))
+    group = group_shape(shipped("dgx-h100"), 512, 1)
+    for exponent in range(8, 34):
+        below, above = 2**exponent - 1, 2**exponent
+        for name in ("tree/LL", "tree/LL128", "tree/Simple"):
+            times = [
+                model.by_algorithm("all_reduce", group, size)[name].time_s(size) for size in (below, above)
+            ]
+            assert times[0] <= times[1] <= times[0] * 1.02
 
 
 def test_unknown_generation_is_named() -> None:

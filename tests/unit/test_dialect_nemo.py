@@ -299,7 +299,7 @@ def test_half_precision_o2_with_a_plain_optimizer_is_refused(shared: Path) -> No
 
 
 def test_attention_kernel_follows_release_and_flags(shared: Path) -> None:
-    """megatron-core uses Transformer Engine always in 1.23, by flag in 2.x; own layers have their own flag."""
+    """megatron-core uses Transformer Engine always in 1.23, by flag in 2.x; own layers have a flag."""
     assert read(load(shared, LLAMA_123)).kernels.attention == "flash"
     assert read(load(shared, GPT_24)).kernels.attention == "fused_softmax"
     assert read(load(shared, GPT_24, model__transformer_engine=True)).kernels.attention == "flash"
@@ -389,3 +389,13 @@ def test_detection_errors_say_what_was_looked_for() -> None:
     with pytest.raises(BadInputError, match="nemo"):
         registry.by_name("nemmo")
     assert registry.by_name("nemo").name == "nemo"
+
+
+def test_a_tokenizer_in_an_unknown_folder_is_known_by_its_file_name(shared: Path) -> None:
+    """The folder of ``tokenizer.model`` may be unset; the file name alone decides the vocabulary."""
+    config = load(
+        shared, LLAMA_123, data_dir="???", model__tokenizer__model="${data_dir}/llama_tokenizer.model"
+    )
+    job = read(config)
+    assert job.model.vocab_size == 32000
+    assert not any("vocabulary" in text for text in job.assumptions)

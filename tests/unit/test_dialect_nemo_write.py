@@ -132,7 +132,7 @@ def without_derived(layout: Layout) -> Layout:
 
 
 @pytest.mark.parametrize("subject", SUBJECTS, ids=lambda s: f"{Path(s[0]).stem}-{s[1]}")
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_written_layout_is_read_back(
     shared: Path, subject: tuple[str, str, dict[str, object]], data: st.DataObject

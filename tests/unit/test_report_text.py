@@ -6,6 +6,7 @@ import dataclasses
 import io
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from nest_megatron.cli import main
+from nest_megatron.errors import EXIT_NO_PLAN, EXIT_OK, NoPlanError
+from nest_megatron.pipeline import Check
 from nest_megatron.report import page as fmt
 from nest_megatron.report.page import Page
 from nest_megatron.report.tables import MAX_STAGE_ROWS, layers_per_chunk, memory_columns, time_terms
-from nest_megatron.report.text import NOT_CHECKED, render_plan
+from nest_megatron.report.text import NOT_CHECKED, render_check, render_plan
 from nest_megatron.specs.layout import Layout, Overlap, Recompute
 from nest_megatron.specs.plan import Candidate, Certificate, Plan, Prediction, StagePrediction, UserSide
 from nest_megatron.units import GIB
@@ -138,6 +142,37 @@ def long_plan(**changes: Any) -> Plan:
     return Plan(**(values | changes))
 
 
+#: Name of a frozen plan -> the options, beside the example job of docs/cli.md, that it was made with.
+REAL_PLANS = {
+    "rewritten": ["--cluster", "dgx-h100"],
+    "repaired": ["--cluster", "dgx-a100-80-2to1", "--gpus", "32"],
+}
+
+
+@pytest.fixture(params=list(REAL_PLANS))
+def real_plan(request: pytest.FixtureRequest, repository: Path, tmp_path: Path) -> tuple[str, Plan]:
+    """A plan that the real pipeline made, frozen as JSON so that a better cost model changes no report."""
+    path = repository / "tests" / "golden" / f"plan_{request.param}.json"
+    if request.config.getoption("--update-golden"):
+        freeze(path, repository, tmp_path, REAL_PLANS[request.param], broken=request.param == "repaired")
+    return request.param, Plan.load(path)
+
+
+def freeze(path: Path, repository: Path, folder: Path, options: list[str], *, broken: bool) -> None:
+    """Plan the example job; a broken one asks for more tensor parallelism than it has heads."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (repository / "docs" / "cli.md").read_text(), flags=re.DOTALL)
+    if broken:
+        text = text.replace("tensor_model_parallel_size: 8", "tensor_model_parallel_size: 16")
+    job = folder / "job.yaml"
+    job.write_text(text, encoding="utf-8")
+    assert main(["plan", "--config", str(job), *options, "--json", str(path)]) == EXIT_OK
+    plan = Plan.load(path)
+    certificate = dataclasses.replace(plan.certificate, search_s=1.0)
+    provenance = plan.provenance | {"source": job.name}
+    frozen = dataclasses.replace(plan, certificate=certificate, provenance=provenance)
+    path.write_text(frozen.to_json(), encoding="utf-8")
+
+
 def rendered(plan: Plan, *, width: int = 100, encoding: str = "utf-8") -> str:
     """Return the report as a log file of this width and encoding would hold it."""
     raw = io.BytesIO()
@@ -145,6 +180,53 @@ def rendered(plan: Plan, *, width: int = 100, encoding: str = "utf-8") -> str:
     render_plan(plan, console=Console(file=stream, width=width))
     stream.flush()
     return raw.getvalue().decode(encoding)
+
+
+def checked(check: Check, *, width: int = 100) -> str:
+    """Return the report of a check."""
+    console = Console(file=io.StringIO(), width=width)
+    render_check(check, console=console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert isinstance(text, str)
+    return text
+
+
+def test_the_reports_of_a_real_plan_are_the_golden_ones(
+    golden: Callable[[str, str], None], real_plan: tuple[str, Plan]
+) -> None:
+    """Plans of the real pipeline, one rewritten and one repaired, give the reports in tests/golden."""
+    name, plan = real_plan
+    assert plan.outcome == name
+    golden(f"plan_{name}.txt", rendered(plan))
+    legal = not plan.user.violations
+    check = Check(user=plan.user, plan=plan, failure=None, exit_code=EXIT_OK if legal else EXIT_NO_PLAN)
+    golden(f"check_{name}.txt", checked(check))
+
+
+def test_a_check_says_illegal_not_fitting_or_legal_first() -> None:
+    """The first line of a check is its verdict, and names states that exceed the device alone (C001)."""
+    plan = long_plan()
+    legal = UserSide(layout=plan.layout, prediction=plan.prediction)
+    tight = Check(user=legal, plan=plan, failure=None, exit_code=EXIT_OK)
+    assert checked(tight).splitlines()[0].startswith("LEGAL, TIGHT (29 of 82 ")
+
+    def too_small(visible_gib: int) -> str:
+        small = prediction(
+            (stage(0, in_flight=8),), visible_bytes=visible_gib * GIB, feasible=False, band="OOM"
+        )
+        user = UserSide(layout=plan.layout, prediction=small)
+        failure = NoPlanError("NEST-P02", "no layout fits")
+        return checked(Check(user=user, plan=None, failure=failure, exit_code=EXIT_NO_PLAN))
+
+    assert (
+        too_small(29).splitlines()[0].startswith("DOES NOT FIT: model states alone need 30.0 GiB of 29.0 GiB")
+    )
+    text = too_small(40)
+    assert text.splitlines()[0].startswith("DOES NOT FIT: stage 0 needs 53.0 GiB")
+    assert "NEST-P02: no layout fits" in text
+
+    illegal = Check(user=plan.user, plan=plan, failure=None, exit_code=EXIT_NO_PLAN)
+    assert checked(illegal).splitlines()[0] == "ILLEGAL: the world is not a multiple of tp * pp * cp"
 
 
 @pytest.mark.parametrize(("width", "encoding"), [(80, "ascii"), (120, "utf-8")])
@@ -230,7 +312,7 @@ def test_states_that_do_not_fit_alone_are_said_to_be_the_cause() -> None:
     """C001: when weights, gradients and optimizer exceed the device, a shorter sequence cannot help."""
     big = prediction((stage(0),), visible_bytes=29 * GIB, feasible=False, band="OOM")
     text = rendered(long_plan(prediction=big), width=160)
-    assert "model states alone need 30.0 GiB of 29.0 GiB" in text
+    assert "model states alone need 30.0 GiB of 29.0 GiB per GPU" in text
     assert "DOES NOT FIT" in text
     fits = prediction((stage(0),), visible_bytes=31 * GIB)
     assert "model states alone" not in rendered(long_plan(prediction=fits), width=160)

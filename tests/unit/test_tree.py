@@ -92,6 +92,16 @@ def test_no_module_is_longer_than_500_lines(repository: Path) -> None:
     assert not too_long
 
 
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_every_path_a_page_names_exists(repository: Path, page: str) -> None:
+    """A page that says where things are names only files and folders of this tree."""
+    text = (repository / page).read_text(encoding="utf-8")
+    tops = "|".join((*SOURCE_ROOTS, "conf", "docs", "docker"))
+    named = {found.group(1) for found in re.finditer(rf"(?:`|\]\()((?:{tops})/[\w./-]*)", text)}
+    assert named, f"{page} names no path"
+    assert not sorted(path for path in named if not (repository / path).exists())
+
+
 @pytest.mark.parametrize("room", FORBIDDEN_IMPORTS)
 def test_a_room_imports_only_upstream_rooms(repository: Path, room: str) -> None:
     """Data flows one way: a room never imports the rooms that DESIGN section 1 puts out of its reach."""
