@@ -7,6 +7,7 @@ search that is silently a hundred times slower is not what the caller asked for.
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from cython_dp.columns import (
     NUM_COLUMNS,
@@ -23,7 +24,18 @@ from cython_dp.reference import chunk_times, stage_features
 
 IMPLEMENTATION = os.environ.get("NEST_DP_IMPL", "cython")
 
-if IMPLEMENTATION == "cython":
+if TYPE_CHECKING:
+    from cython_dp.reference import (
+        Problem,
+        best_first,
+        bounds,
+        in_flight,
+        pipeline_bound,
+        simulate,
+        smallest_block,
+        step_time,
+    )
+elif IMPLEMENTATION == "cython":
     try:
         from cython_dp.schedule import in_flight, pipeline_bound, simulate
         from cython_dp.search import Problem, best_first, bounds, smallest_block, step_time

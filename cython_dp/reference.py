@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cython_dp.columns import Column, Feature, Param, RECOMPUTE_BLOCK, RECOMPUTE_UNIFORM
+from cython_dp.columns import RECOMPUTE_BLOCK, RECOMPUTE_UNIFORM, Column, Feature, Param
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -21,7 +21,8 @@ Float64 = npt.NDArray[np.float64]
 
 #: Bounds are scaled by this, so that rounding never lifts them above the simulated value.
 BOUND_SAFETY = 1.0 - 1e-9
-#: Share of a rank's per-micro-batch busy time that can hide its gradient synchronisation (time_model.md section 2).
+#: Share of a rank's per-micro-batch busy time that can hide its gradient
+#: synchronisation (time_model.md section 2).
 DP_WINDOW_SHARE = 0.8
 #: Weight of sqrt(alpha * beta) in a collective's time (network.md 0.3).
 FILL_WEIGHT = 0.75
@@ -39,7 +40,7 @@ def in_flight(p: int, v: int, m: int, group: int, rank: int) -> list[int]:
 
 
 def chunk_layers(
-    size: int, start: int, moe_prefix: Sequence[int], mode: int, num_recompute: int
+    size: int, start: int, moe_prefix: Sequence[int] | Int32, mode: int, num_recompute: int
 ) -> tuple[int, int, int, int, int]:
     """Return (plain dense, plain MoE, recomputed dense, recomputed MoE, checkpointed units) of one chunk."""
     moe = int(moe_prefix[start + size] - moe_prefix[start])
@@ -53,8 +54,8 @@ def chunk_layers(
 
 
 def stage_features(
-    sizes: Sequence[int],
-    moe_prefix: Sequence[int],
+    sizes: Sequence[int] | Int32,
+    moe_prefix: Sequence[int] | Int32,
     p: int,
     v: int,
     m: int,
@@ -104,8 +105,8 @@ def stage_features(
 
 
 def chunk_times(
-    sizes: Sequence[int],
-    moe_prefix: Sequence[int],
+    sizes: Sequence[int] | Int32,
+    moe_prefix: Sequence[int] | Int32,
     p: int,
     v: int,
     mode: int,
@@ -135,7 +136,7 @@ def chunk_times(
 
 
 def schedule_order(p: int, v: int, m: int, group: int, rank: int) -> list[tuple[bool, int, int]]:
-    """Return the (is_forward, chunk of the rank, micro-batch) sequence of ``rank``: 1F1B, interleaved for v > 1."""
+    """Return the (is_forward, chunk of the rank, micro-batch) sequence of ``rank``: 1F1B, or interleaved."""
     total = m * v
     forwards: list[tuple[int, int]] = []
     first = 0
@@ -154,7 +155,9 @@ def schedule_order(p: int, v: int, m: int, group: int, rank: int) -> list[tuple[
     return order
 
 
-def simulate(forward: Sequence[float], backward: Sequence[float], p: int, v: int, m: int, group: int, p2p_s: float) -> float:
+def simulate(
+    forward: Sequence[float], backward: Sequence[float], p: int, v: int, m: int, group: int, p2p_s: float
+) -> float:
     """Return the makespan in seconds of one step's pipeline, by event simulation.
 
     Args:
@@ -207,7 +210,9 @@ def busy_time(forward: Sequence[float], backward: Sequence[float], p: int, v: in
     return total
 
 
-def pipeline_bound(forward: Sequence[float], backward: Sequence[float], p: int, v: int, m: int, p2p_s: float) -> float:
+def pipeline_bound(
+    forward: Sequence[float], backward: Sequence[float], p: int, v: int, m: int, p2p_s: float
+) -> float:
     """Return a proven lower bound of ``simulate``.
 
     For each rank r: the first forward reaches it only after the first chunks of all earlier ranks, its last
@@ -229,8 +234,10 @@ def pipeline_bound(forward: Sequence[float], backward: Sequence[float], p: int, 
     return bound * BOUND_SAFETY
 
 
-def sync_times(features: Int64, busy: Sequence[float], times: Sequence[float], params: Sequence[int]) -> tuple[float, float]:
-    """Return the worst exposed gradient / parameter synchronisation and the worst optimizer time over ranks."""
+def sync_times(
+    features: Int64, busy: Sequence[float], times: Sequence[float], params: Sequence[int]
+) -> tuple[float, float]:
+    """Return the worst exposed synchronisation and the worst optimizer time over ranks, seconds."""
     worst_sync = worst_optimizer = 0.0
     for rank, row in enumerate(features):
         dense = float(
@@ -240,7 +247,9 @@ def sync_times(features: Int64, busy: Sequence[float], times: Sequence[float], p
             + row[Feature.LAST] * params[Param.LAST]
         )
         expert = float(row[Feature.MOE] * params[Param.EXPERT_OF_MOE])
-        comm = _bucketed(dense, times[Column.SYNC_ALPHA_DENSE], times[Column.SYNC_BETA_DENSE], times[Column.BUCKET])
+        comm = _bucketed(
+            dense, times[Column.SYNC_ALPHA_DENSE], times[Column.SYNC_BETA_DENSE], times[Column.BUCKET]
+        )
         comm += _bucketed(
             expert, times[Column.SYNC_ALPHA_EXPERT], times[Column.SYNC_BETA_EXPERT], times[Column.BUCKET]
         )
@@ -261,7 +270,7 @@ def _bucketed(params: float, alpha_s: float, beta_s: float, bucket: float) -> fl
 
 
 def peak_memory(features: Int64, coefficients: Int64) -> tuple[int, int, int]:
-    """Return (peak bytes, rank, phase): the largest of features @ coefficients[phase] over ranks and phases."""
+    """Return (peak bytes, rank, phase): the largest of features @ coefficients."""
     values = features @ coefficients.T
     rank, phase = divmod(int(values.argmax()), values.shape[1])
     return int(values[rank, phase]), rank, phase
@@ -332,7 +341,7 @@ def _p2p(times: Sequence[float], v: int) -> float:
 
 
 def bounds(problem: Problem) -> tuple[Float64, Float64, Int64, Int32, Int32]:
-    """Return per candidate: lower bound of the step (s), additive sync + optimizer time (s), peak bytes, rank, phase."""
+    """Return per candidate: lower bound (s), additive sync + optimizer time (s), peak bytes, rank, phase."""
     count = len(problem)
     bound_s, extra_s = np.empty(count), np.empty(count)
     peak = np.empty(count, dtype=np.int64)
@@ -377,7 +386,9 @@ def step_time(problem: Problem, i: int, extra_s: float) -> float:
     return simulate(forward, backward, p, v, m, group, _p2p(times, v)) + extra_s
 
 
-def best_first(problem: Problem, order: Int64, bound_s: Float64, extra_s: Float64, slack: float) -> tuple[Float64, int]:
+def best_first(
+    problem: Problem, order: Int64, bound_s: Float64, extra_s: Float64, slack: float
+) -> tuple[Float64, int]:
     """Simulate candidates in ``order`` (ascending bounds) until none can come within ``slack`` of the best.
 
     Returns:

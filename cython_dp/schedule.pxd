@@ -10,7 +10,8 @@ cdef struct Chunk:
     int64_t units            # checkpointed units (each keeps its input)
 
 
-cdef Chunk split_chunk(int size, int start, const int32_t[::1] moe_prefix, int mode, int num_recompute) noexcept nogil
+cdef Chunk split_chunk(
+    int size, int start, const int32_t[::1] moe_prefix, int mode, int num_recompute) noexcept nogil
 
 # Forwards of chunk `chunk` alive at the peak on `rank`.
 cdef int64_t alive_forwards(int p, int v, int m, int group, int rank, int chunk) noexcept nogil
@@ -19,7 +20,8 @@ cdef void fill_times(
     const int32_t[::1] sizes, const int32_t[::1] moe_prefix, int p, int v, int mode, int num_recompute,
     const float64_t[::1] times, float64_t* forward, float64_t* backward) noexcept nogil
 
-cdef float64_t busy(const float64_t* forward, const float64_t* backward, int p, int v, int rank) noexcept nogil
+cdef float64_t busy(
+    const float64_t* forward, const float64_t* backward, int p, int v, int rank) noexcept nogil
 
 cdef float64_t bound(
     const float64_t* forward, const float64_t* backward, int p, int v, int m, float64_t hop) noexcept nogil

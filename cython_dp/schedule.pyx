@@ -96,7 +96,9 @@ cdef void fill_times(
         start += sizes[j]
 
 
-cdef float64_t busy(const float64_t* forward, const float64_t* backward, int p, int v, int rank) noexcept nogil:
+cdef float64_t busy(
+    const float64_t* forward, const float64_t* backward, int p, int v, int rank
+) noexcept nogil:
     cdef float64_t total = 0.0
     cdef int chunk
     for chunk in range(v):
@@ -121,7 +123,7 @@ cdef float64_t bound(
 
 
 cdef inline void forward_at(int number, int v, int m, int group, int* chunk, int* micro) noexcept nogil:
-    # Forward number `number` of a rank: groups of `group` micro-batches, chunk by chunk (the last may be short).
+    # Forward number `number` of a rank: groups of micro-batches, chunk by chunk; the last may be short.
     cdef int first, members, inside
     if v == 1:
         chunk[0] = 0
@@ -217,7 +219,8 @@ def simulate(forward, backward, int p, int v, int m, int group, double p2p_s):
         raise MemoryError()
     with nogil:
         result = run(
-            &f[0], &b[0], p, v, m, group, p2p_s if p > 1 else 0.0, ends, ends + cells, ends + 2 * cells, position
+            &f[0], &b[0], p, v, m, group, p2p_s if p > 1 else 0.0,
+            ends, ends + cells, ends + 2 * cells, position
         )
     free(ends)
     free(position)

@@ -108,7 +108,8 @@ cdef float64_t bucketed(float64_t params, float64_t alpha, float64_t beta, float
 cdef class Problem:
     """The arrays of one search; meaning and shapes as in ``reference.Problem``."""
 
-    cdef const int32_t[::1] moe_prefix, node_pp, node_m, node, vpp, group, mode, num_recompute, split_start, sizes
+    cdef const int32_t[::1] moe_prefix, node_pp, node_m
+    cdef const int32_t[::1] node, vpp, group, mode, num_recompute, split_start, sizes
     cdef const float64_t[:, ::1] node_times
     cdef const int64_t[:, ::1] node_params
     cdef const int64_t[:, :, ::1] node_memory
@@ -184,7 +185,7 @@ cdef class Scratch:
 cdef int64_t peak_of(
     Problem problem, Scratch scratch, Py_ssize_t i, int num_recompute
 ) noexcept nogil:
-    # Largest allocated bytes over ranks and phases with `num_recompute` layers; `scratch.starts` must be filled.
+    # Largest allocated bytes over ranks and phases; `scratch.starts` must be filled.
     cdef int node = problem.node[i], p = problem.node_pp[node], v = problem.vpp[i], m = problem.node_m[node]
     cdef int offset = problem.split_start[i], rank, phase, k
     cdef const int32_t[::1] sizes = problem.sizes[offset:offset + p * v]
@@ -253,7 +254,8 @@ cdef void bound_one(
         comm = bucketed(dense, times[SYNC_ALPHA_DENSE], times[SYNC_BETA_DENSE], times[BUCKET])
         comm += bucketed(expert, times[SYNC_ALPHA_EXPERT], times[SYNC_BETA_EXPERT], times[BUCKET])
         sync = fmax(
-            sync, comm - fmin(comm * times[SYNC_HIDDEN], DP_WINDOW_SHARE * busy(forward, backward, p, v, rank))
+            sync,
+            comm - fmin(comm * times[SYNC_HIDDEN], DP_WINDOW_SHARE * busy(forward, backward, p, v, rank)),
         )
         optimizer = fmax(optimizer, dense * times[OPTIMIZER_DENSE] + expert * times[OPTIMIZER_EXPERT])
     extra_s[0] = sync + optimizer
@@ -298,7 +300,8 @@ def bounds(Problem problem):
     with nogil:
         for i in range(count):
             bound_one(
-                problem, scratch, i, &bound_view[i], &extra_view[i], &peak_view[i], &rank_view[i], &phase_view[i]
+                problem, scratch, i,
+                &bound_view[i], &extra_view[i], &peak_view[i], &rank_view[i], &phase_view[i]
             )
     return bound_s, extra_s, peak, rank, phase
 

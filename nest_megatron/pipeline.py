@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from nest_megatron.dialects.base import Dialect
 from nest_megatron.errors import EXIT_BAD_INPUT, EXIT_NO_PLAN, EXIT_OK, BadInputError, NestError, PlannerFault
 from nest_megatron.planner.environment import environment
 from nest_megatron.planner.evaluate import Evaluator, paired_ratio
-from nest_megatron.planner.freedom import apply_settings
+from nest_megatron.planner.freedom import apply_settings, unkept
 from nest_megatron.planner.search import SearchResult, search
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
@@ -117,10 +116,9 @@ def exit_code_of(error: NestError) -> int:
 def _read(config: DictConfig, overrides: Sequence[str], settings: PlanSettings, source: str) -> _Inputs:
     dialect = registry.by_name(settings.dialect) if settings.dialect else registry.detect(config)
     job = apply_settings(dialect.read(config, overrides=overrides, settings=settings), settings)
-    cluster = load_cluster(settings.cluster, num_gpus=job.num_gpus)
-    if job.gpus_per_node != cluster.gpus_per_node:
-        note = f"the job starts {job.gpus_per_node} ranks per node, {cluster.name} has {cluster.gpus_per_node} GPUs per node"
-        cluster = dataclasses.replace(cluster, assumptions=(*cluster.assumptions, note))
+    # Fewer GPUs than one node is the cluster's own business; whole nodes use `gpus_per_node` of each.
+    ranks_per_node = job.gpus_per_node if job.num_gpus >= job.gpus_per_node else None
+    cluster = load_cluster(settings.cluster, num_gpus=job.num_gpus, ranks_per_node=ranks_per_node)
     return _Inputs(dialect, job, cluster, source)
 
 
@@ -130,7 +128,9 @@ def _user_side(inputs: _Inputs, evaluator: Evaluator) -> UserSide:
     violations = rules.check(inputs.job, layout)
     prediction = None if violations else evaluator.predict([layout])[0]
     return UserSide(
-        layout=layout, prediction=prediction, violations=tuple(violation.to_dict() for violation in violations)
+        layout=layout,
+        prediction=prediction,
+        violations=tuple(violation.to_dict() for violation in violations),
     )
 
 
@@ -170,17 +170,25 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
 def _do_no_harm(
     job: TrainJob, cluster: Cluster, user: UserSide, result: SearchResult
 ) -> tuple[Layout, Outcome, tuple[float, float] | None]:
-    """Return the layout to launch: the user's own unless the best one surely gains (DESIGN section 7)."""
+    """Return the layout to launch: the user's own unless another one surely gains (DESIGN section 7).
+
+    The selected layout comes first; where only the fastest one gains enough, that one is taken.  A layout
+    that breaks a pin is never kept.
+    """
     if user.prediction is None:
         return result.best, "repaired", None
-    if result.best == user.layout:
-        return user.layout, "kept", (1.0, 1.0)
-    ratio = paired_ratio(job, cluster, result.best, user.layout)
-    if not user.prediction.feasible:
-        return (result.best, "repaired", ratio)
-    if ratio[1] > 1.0 - MINIMUM_GAIN:
-        return user.layout, "kept", ratio
-    return result.best, "rewritten", ratio
+    if unkept(job, user.layout):
+        return result.best, "rewritten", paired_ratio(job, cluster, result.best, user.layout)
+    ratio = (1.0, 1.0)
+    for layout in (result.best, result.fastest):
+        if layout == user.layout:
+            continue
+        ratio = paired_ratio(job, cluster, layout, user.layout)
+        if not user.prediction.feasible:
+            return layout, "repaired", ratio
+        if ratio[1] <= 1.0 - MINIMUM_GAIN:
+            return layout, "rewritten", ratio
+    return user.layout, "kept", ratio
 
 
 def _headline(
@@ -192,14 +200,17 @@ def _headline(
 ) -> str:
     text = {
         "kept": "Your layout is kept",
-        "rewritten": "Rewritten to a faster layout",
-        "repaired": "Repaired: your layout " + ("is illegal" if user.violations else "does not fit in memory"),
+        "rewritten": "Rewritten to your pins"
+        if ratio and ratio[1] > 1 - MINIMUM_GAIN
+        else "Rewritten to a faster layout",
+        "repaired": "Repaired: your layout "
+        + ("is illegal" if user.violations else "does not fit in memory"),
     }[outcome]
     if outcome == "kept" and ratio is not None and ratio != (1.0, 1.0):
-        text += f": the best found takes {_span(ratio)} of its time, not surely {MINIMUM_GAIN:.0%} better"
+        text += f": the fastest found takes {_span(ratio)} of its time, not surely {MINIMUM_GAIN:.0%} less"
     elif outcome == "kept":
-        text += ": the search found nothing better"
-    elif ratio is not None and outcome == "rewritten":
+        text += ": the search found nothing faster"
+    elif outcome == "rewritten" and ratio is not None:
         text += f": {_span(ratio)} of your step time"
     if result.forced:
         return f"FORCED, does not fit in memory. {text}"
@@ -214,7 +225,7 @@ def _span(ratio: tuple[float, float]) -> str:
 
 
 def _selection_notes(result: SearchResult) -> tuple[str, ...]:
-    notes = ["among layouts within 3 % of the fastest, the one with more memory head-room, then fewer changes, is taken"]
+    notes = ["among layouts within 3 % of the fastest, more memory head-room wins, then fewer changes"]
     if result.tight:
         notes.append("no layout within the safe memory band comes within 10 % of the chosen one")
     return tuple(notes)

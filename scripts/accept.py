@@ -1,4 +1,4 @@
-"""The large counts of `make accept`: random jobs whose plans must be legal, executable, feasible and written back.
+"""The large counts of `make accept`: random jobs whose plans must be legal, feasible and written back.
 
 Exit code 1 when any invariant breaks.
 """
@@ -36,7 +36,10 @@ def main() -> int:
             kinds[verdict.kind] += 1
             if verdict.problem:
                 problems.append(f"seed {seed}: {verdict.problem}")
-    print(f"{options.jobs} random jobs, seeds {seeds.start}-{seeds.stop - 1}, {time.perf_counter() - started:.0f} s")
+    print(
+        f"{options.jobs} random jobs, seeds {seeds.start}-{seeds.stop - 1}, "
+        f"{time.perf_counter() - started:.0f} s"
+    )
     for kind, count in kinds.most_common():
         print(f"  {count:6d}  {kind}")
     print(f"plans or refusals that break an invariant: {len(problems)}")

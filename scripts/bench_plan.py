@@ -40,7 +40,8 @@ def measure(config: str, cluster: str, gpus: int | None) -> str:
     certificate = plan["certificate"]
     name = f"{config.removesuffix('.yaml')} on {cluster}"
     return (
-        f"{name:46s} {plan['provenance']['num_gpus']:6d} {wall_s:7.2f} {cpu_s:7.2f} {certificate['search_s']:8.2f} "
+        f"{name:46s} {plan['provenance']['num_gpus']:6d} {wall_s:7.2f} {cpu_s:7.2f} "
+        f"{certificate['search_s']:8.2f} "
         f"{certificate['configurations']:9d} {certificate['evaluated']:9d} {certificate['gap']:6.3f} "
         f"{after.ru_maxrss / 1024:8.0f}"
     )
@@ -49,8 +50,10 @@ def measure(config: str, cluster: str, gpus: int | None) -> str:
 def main() -> None:
     """Print the table."""
     heads = ("job", "GPUs", "wall s", "CPU s", "search s", "configs", "simulated", "gap", "peak MiB")
-    print(f"{heads[0]:46s} {heads[1]:>6s} {heads[2]:>7s} {heads[3]:>7s} {heads[4]:>8s} {heads[5]:>9s} "
-          f"{heads[6]:>9s} {heads[7]:>6s} {heads[8]:>8s}")
+    print(
+        f"{heads[0]:46s} {heads[1]:>6s} {heads[2]:>7s} {heads[3]:>7s} {heads[4]:>8s} {heads[5]:>9s} "
+        f"{heads[6]:>9s} {heads[7]:>6s} {heads[8]:>8s}"
+    )
     for row in ROWS:
         print(measure(*row), flush=True)
 

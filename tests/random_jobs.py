@@ -30,7 +30,7 @@ class RandomJob:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What happened: ``kind`` is an outcome or an error code, ``problem`` is empty when all invariants hold."""
+    """What happened: ``kind`` is an outcome or an error code, ``problem`` is empty when all is well."""
 
     kind: str
     problem: str
@@ -69,7 +69,9 @@ def random_job(rng: random.Random) -> RandomJob:
         "overlap_p2p_comm": rng.random() < 0.5,
         "batch_p2p_comm": False,
         "activations_checkpoint_granularity": rng.choice([None, None, "selective", "full"]),
-        "optim": {"name": rng.choice(["mcore_distributed_optim", "distributed_fused_adam", "megatron_fused_adam"])},
+        "optim": {
+            "name": rng.choice(["mcore_distributed_optim", "distributed_fused_adam", "megatron_fused_adam"])
+        },
         "data": {"data_prefix": []},
     }
     model["max_position_embeddings"] = model["encoder_seq_length"]

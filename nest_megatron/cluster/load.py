@@ -116,13 +116,16 @@ def load_accelerator(name: str) -> Accelerator:
     )
 
 
-def load_cluster(source: str | Path | None, *, num_gpus: int | None = None) -> Cluster:
+def load_cluster(
+    source: str | Path | None, *, num_gpus: int | None = None, ranks_per_node: int | None = None
+) -> Cluster:
     """Return a cluster by shipped name, by file, or the embedded default.
 
     Args:
         source: name of a shipped cluster, path of a cluster file, or None for ``DEFAULT_CLUSTER``.
         num_gpus: scales the number of nodes; below one node the node shrinks.  What had to be assumed for
             that is said in ``Cluster.assumptions``.
+        ranks_per_node: GPUs of a node that the job uses, when that is not all of them.
 
     Raises:
         BadInputError: unknown name, unreadable file, wrong key or value, or a ``num_gpus`` that does not fit.
@@ -136,7 +139,37 @@ def load_cluster(source: str | Path | None, *, num_gpus: int | None = None) -> C
             f"no cluster was named: assumed {name} ({cluster.accelerator.name}, {len(cluster.levels)} levels)"
         )
         cluster = dataclasses.replace(cluster, assumptions=(said, *cluster.assumptions))
+    if ranks_per_node is not None:
+        cluster = occupy(cluster, ranks_per_node)
     return cluster if num_gpus is None else resize(cluster, num_gpus)
+
+
+def occupy(cluster: Cluster, ranks_per_node: int) -> Cluster:
+    """Return ``cluster`` as a job sees it that starts ``ranks_per_node`` ranks on each node.
+
+    Fewer ranks than GPUs leave GPUs idle: every unit holds proportionally fewer of the job's, and the
+    bandwidth per GPU stays what it is with all GPUs active.  More ranks than GPUs keep the cluster as it is.
+    Both are said in ``assumptions``.
+    """
+    per_node = cluster.gpus_per_node
+    if ranks_per_node == per_node:
+        return cluster
+    said = f"the job starts {ranks_per_node} ranks per node, a node of {cluster.name} has {per_node} GPUs"
+    if ranks_per_node > per_node or per_node % ranks_per_node:
+        said += ": assumed that every GPU of a node is used"
+        return dataclasses.replace(cluster, assumptions=(*cluster.assumptions, said))
+    levels = [
+        dataclasses.replace(level, gpus=max(ranks_per_node, level.gpus * ranks_per_node // per_node))
+        for level in cluster.levels
+    ]
+    # A level that no longer holds more than the one below it has no traffic of its own.
+    kept = [level for i, level in enumerate(levels) if i == 0 or level.gpus > levels[i - 1].gpus]
+    return dataclasses.replace(
+        cluster,
+        gpus_per_node=ranks_per_node,
+        levels=tuple(kept),
+        assumptions=(*cluster.assumptions, f"{said}: assumed that the others are idle"),
+    )
 
 
 def _find(source: str | Path | None) -> tuple[str, str, str]:

@@ -72,7 +72,7 @@ class BlockPricer:
         self._groups: dict[tuple[int, int], GroupShape] = {}
 
     def group(self, size: int, stride: int) -> GroupShape:
-        """Return the shape of the groups {start + i * stride}; cached here, since hashing a cluster is slow."""
+        """Return the shape of the groups {start + i * stride}; hashing a cluster is slow."""
         key = (size, stride)
         if key not in self._groups:
             self._groups[key] = group_shape(self.cluster, size, stride)
@@ -118,7 +118,9 @@ class BlockPricer:
         if choice.recompute.granularity != "selective":
             return 0.0
         prefixes = tuple(p for module in choice.recompute.modules for p in MODULE_OPERATORS.get(module, ()))
-        return sum(self.compute.operator(op).forward_s for op in block.operators if op.name.startswith(prefixes))
+        return sum(
+            self.compute.operator(op).forward_s for op in block.operators if op.name.startswith(prefixes)
+        )
 
     def _communication(self, block: Block, choice: BlockChoice, hidden: HiddenShares) -> dict[str, PassTime]:
         """Return the exposed seconds per axis; ``etp`` counts as ``ep``."""
@@ -144,7 +146,7 @@ class BlockPricer:
         return self.collectives.time_s(collective.op, collective.num_bytes, group)
 
     def _ring(self, block: Block, ring: Collective, choice: BlockChoice, step_s: float) -> PassTime:
-        """Return what ring attention leaves exposed: each of cp - 1 steps hides behind one chunk's attention."""
+        """Return what ring attention leaves exposed: each step hides behind one chunk's attention."""
         core = next(op for op in block.operators if op.kind == "attention")
         attention = self.compute.operator(core)
         steps = choice.cp - 1

@@ -56,7 +56,7 @@ class NodeColumns:
     """The layout axes the memory terms read, one array entry per node.
 
     Attributes:
-        row: index into the memory rows; ``shard`` = dp * cp and ``expert_shard`` = edp, per optimizer instance.
+        row: index into the memory rows; ``shard`` = dp * cp, ``expert_shard`` = edp, per instance.
         sharding: code of ``SHARDING_CODES``; ``tp_overlap``: 1 when TP communication overlaps.
     """
 
@@ -89,7 +89,7 @@ def _ceil_div(a: Int64, b: Int64) -> Int64:
 
 
 def _state_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> None:
-    """Weights, gradients, optimizer (memory_model.md 2.2): the optimizer shards over dp * cp, experts over edp."""
+    """Weights, gradients, optimizer (memory_model.md 2.2): shards span dp * cp, experts' edp."""
     recipe, one = job.recipe, np.ones_like(nodes.shard)
     last = at["parameters_last_norm"] + _output_parameters(at, nodes, job)
     held = (
@@ -120,7 +120,11 @@ def _output_parameters(at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJo
 
 
 def _workspace_terms(
-    terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob, accelerator: Accelerator
+    terms: dict[str, Int64],
+    at: Mapping[str, Int64],
+    nodes: NodeColumns,
+    job: TrainJob,
+    accelerator: Accelerator,
 ) -> None:
     large = accelerator.generation in ("hopper", "blackwell")
     model, recipe = job.model, job.recipe
@@ -141,7 +145,9 @@ def _workspace_terms(
             dummy[:, Feature.LAST] = recipe.weight_bytes * at["parameters_output"]
 
 
-def _activation_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> None:
+def _activation_terms(
+    terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob
+) -> None:
     """In-flight activations, boundary buffers, loss, recomputed unit and layer backward (2.3-2.7)."""
     activations = terms["activations"]
     activations[:, Feature.LIVE_DENSE] = at["saved_dense_bytes"]
@@ -152,7 +158,9 @@ def _activation_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: N
     activations[:, Feature.FIRST] = _IDS_BYTES_PER_TOKEN * (
         at["boundary_bytes"] // (job.recipe.activation_bytes * job.model.hidden_size)
     )
-    terms["pipeline buffers"][:, Feature.ONE] = np.where(nodes.pp > 1, _PIPELINE_BUFFERS * at["boundary_bytes"], 0)
+    terms["pipeline buffers"][:, Feature.ONE] = np.where(
+        nodes.pp > 1, _PIPELINE_BUFFERS * at["boundary_bytes"], 0
+    )
     terms["loss and logits"][:, Feature.LAST] = at["loss_bytes"]
     unit = terms["recomputed unit"]
     unit[:, Feature.UNIT_DENSE] = at["saved_dense_bytes"]
@@ -177,9 +185,10 @@ def phase_coefficients(terms: Mapping[str, Int64]) -> Int64:
 
 
 def device_bytes(allocated_bytes: Int64, job: TrainJob) -> Int64:
-    """Return what the device reports for an allocated peak: factor * allocated + fixed (memory_model.md section 3)."""
+    """Return what the device reports for an allocated peak (memory_model.md section 3)."""
     profile = job.profile
-    return np.ceil(profile.device_factor * allocated_bytes).astype(np.int64) + profile.device_fixed_bytes
+    scaled: Int64 = np.ceil(profile.device_factor * allocated_bytes).astype(np.int64)
+    return scaled + profile.device_fixed_bytes
 
 
 def feasible(allocated_bytes: Int64, job: TrainJob, visible_bytes: int) -> npt.NDArray[np.bool_]:
@@ -188,7 +197,7 @@ def feasible(allocated_bytes: Int64, job: TrainJob, visible_bytes: int) -> npt.N
 
 
 def memory_limits(job: TrainJob, visible_bytes: int) -> tuple[int, int]:
-    """Return the largest allocated peaks that FIT and that run at all (``feasible`` and ``band``, inverted)."""
+    """Return the largest allocated peaks that FIT and that run (``feasible`` and ``band`` inverted)."""
     free = visible_bytes - job.reserved_bytes - job.profile.device_fixed_bytes
     runs = min(math.floor(free / job.profile.device_factor), math.floor(OOM_ABOVE * visible_bytes))
     return min(runs, math.ceil(TIGHT_ABOVE * visible_bytes) - 1), runs

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from nest_megatron.specs.job import FrameworkProfile, TrainJob
 from nest_megatron.specs.layout import Overlap
@@ -53,4 +54,5 @@ def interval_ends(job: TrainJob) -> Iterator[TrainJob]:
     """Yield ``job`` with each overlap share at either end of its interval, the others nominal."""
     for name, ends in INTERVALS.items():
         for share in ends:
-            yield dataclasses.replace(job, profile=dataclasses.replace(job.profile, **{name: share}))
+            changes: dict[str, Any] = {name: share}
+            yield dataclasses.replace(job, profile=dataclasses.replace(job.profile, **changes))

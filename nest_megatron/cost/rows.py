@@ -1,4 +1,4 @@
-"""Per-BlockChoice sizes and times: one row per distinct set of operators, shared by all layouts that use it."""
+"""Per-BlockChoice sizes and times: one row per distinct set of operators."""
 
 from __future__ import annotations
 

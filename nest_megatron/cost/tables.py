@@ -1,4 +1,4 @@
-"""From layouts to the solver's arrays: rows per BlockChoice, columns per node (a layout without its split)."""
+"""From layouts to the solver's arrays: rows per BlockChoice, columns per node (no split yet)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import get_args
 
 from nest_megatron.dialects.access import ConfigView
 from nest_megatron.dialects.nemo_settings import Optimizer, uses_megatron_core
-from nest_megatron.dialects.nemo_versions import NemoVersion, recompute_modules
+from nest_megatron.dialects.nemo_versions import NemoVersion, plain_grad_overlap, recompute_modules
 from nest_megatron.errors import BadInputError, Factor
 from nest_megatron.specs.layout import Granularity, Layout, Order, Overlap, Recompute, RecomputeMethod
 
@@ -178,8 +178,7 @@ def _overlap(
         grad = optimizer.o2 and view.flag(GRAD_OVERLAP, optimizer.kind == "apex")
         param = optimizer.o2 and view.flag(PARAM_OVERLAP)
     else:
-        blocked = pp > 1 or sequence_parallel or view.flag("model.gradient_accumulation_fusion")
-        grad = optimizer.o2 and not blocked and view.flag("model.async_grad_allreduce", True)
+        grad = pp == 1 and not sequence_parallel and plain_grad_overlap(view, optimizer) != "never"
         param = False
     return Overlap(
         grad_reduce=grad,

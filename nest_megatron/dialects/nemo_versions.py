@@ -13,7 +13,7 @@ from importlib import metadata
 from nest_megatron.dialects.access import ConfigView
 from nest_megatron.dialects.nemo_settings import Optimizer, uses_megatron_core
 from nest_megatron.errors import BadInputError, Factor
-from nest_megatron.specs.job import Capabilities
+from nest_megatron.specs.job import Capabilities, UnshardedGradOverlap
 from nest_megatron.specs.layout import Order, Sharding
 
 #: First and last release line whose ``nemo.collections.nlp`` trains Megatron GPT from Hydra.
@@ -163,11 +163,19 @@ def capabilities(
         account_embedding_and_loss=core and version.at_least(2, 2),
         layout_string=False,
         shardings=_shardings(view, optimizer),
+        unsharded_grad_overlap=plain_grad_overlap(view, optimizer),
         optimizer_instances=optimizer.kind == "megatron-core" and version.at_least(2, 2),
         recompute_modules=recompute_modules(view, version),
         full_recompute=True,
         orders=orders,
     )
+
+
+def plain_grad_overlap(view: ConfigView, optimizer: Optimizer) -> UnshardedGradOverlap:
+    """Return when a plain optimizer's all-reduce overlaps: O2, flat, unfused (``configure_optimizers``)."""
+    blocked = view.flag("model.gradient_accumulation_fusion")
+    asynchronous = optimizer.o2 and not blocked and view.flag("model.async_grad_allreduce", True)
+    return "without_pp_and_sp" if asynchronous else "never"
 
 
 def recompute_modules(view: ConfigView, version: NemoVersion) -> tuple[str, ...]:

@@ -9,7 +9,9 @@ from nest_megatron.graph.sizes import Sizes
 BACKWARD_TRAFFIC = {True: 1.7, False: 2.0}
 
 
-def gemm(name: str, z: Sizes, n: int, k: int, *, bias: bool = False, module: str = "", saved: int = 0) -> Operator:
+def gemm(
+    name: str, z: Sizes, n: int, k: int, *, bias: bool = False, module: str = "", saved: int = 0
+) -> Operator:
     """Return a linear layer of ``T x k -> T x n``; backward is two GEMMs of the same FLOP."""
     flops = 2 * z.tokens * n * k
     return Operator(
@@ -36,7 +38,9 @@ def mlp_operators(z: Sizes, name: str, width: int, *, module: str) -> list[Opera
     if not z.kernels.fused_activation:
         activation_traffic *= 2
     return [
-        gemm(f"{name}_up", z, gates * width, z.h, bias=model.linear_bias, saved=z.act_bytes * up if kept else 0),
+        gemm(
+            f"{name}_up", z, gates * width, z.h, bias=model.linear_bias, saved=z.act_bytes * up if kept else 0
+        ),
         Operator(
             name=f"{name}_activation",
             kind="memory",

@@ -55,7 +55,9 @@ def moe_operators(z: Sizes) -> list[Operator]:
             saved_bytes=z.act_bytes * pairs * z.h if kept else 0,
             transient_bytes=pairs * (z.act_bytes * width * (2 + gates) + 2 * z.act_bytes * z.h),
         ),
-        _expert_gemm("expert_up", z, pairs, gates * width, z.h, local_experts, gates * width * z.act_bytes * kept),
+        _expert_gemm(
+            "expert_up", z, pairs, gates * width, z.h, local_experts, gates * width * z.act_bytes * kept
+        ),
         Operator(
             name="expert_activation",
             kind="memory",
@@ -72,7 +74,9 @@ def moe_operators(z: Sizes) -> list[Operator]:
     return operators
 
 
-def _expert_gemm(name: str, z: Sizes, pairs: int, n: int, k: int, local_experts: int, saved_per_pair: int) -> Operator:
+def _expert_gemm(
+    name: str, z: Sizes, pairs: int, n: int, k: int, local_experts: int, saved_per_pair: int
+) -> Operator:
     """Return a grouped GEMM over the local experts; ``parameters`` count all of them."""
     flops = 2 * pairs * n * k
     bias = n if z.model.linear_bias else 0

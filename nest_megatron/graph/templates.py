@@ -101,7 +101,12 @@ def _attention_operators(z: Sizes) -> list[Operator]:
     if not model.learned_positions:
         traffic = ROTARY_BYTES * z.tokens * heads * width
         operators.append(
-            Operator(name="rotary", kind="memory", forward_bytes=traffic, backward_bytes=round(BACKWARD_TRAFFIC[True] * traffic))
+            Operator(
+                name="rotary",
+                kind="memory",
+                forward_bytes=traffic,
+                backward_bytes=round(BACKWARD_TRAFFIC[True] * traffic),
+            )
         )
     operators.append(_attention_core(z, heads, width, width, saved_qkv=z.act_bytes * z.tokens * qkv_columns))
     operators.append(gemm("attention_output", z, z.h, heads * width, bias=model.linear_bias))
@@ -174,7 +179,7 @@ def _mlp_operators(z: Sizes) -> list[Operator]:
 
 
 def _collectives(z: Sizes, kind: BlockKind) -> list[Collective]:
-    """Return the collectives of one block (time_model.md section 2; counts as traced: mcore_cpu.md section 4)."""
+    """Return the collectives of one block (time_model.md section 2; counts: mcore_cpu.md section 4)."""
     choice, found = z.choice, []
     full = z.act_bytes * z.tokens * z.h
     # An MoE layer keeps its tokens sequence-sharded: only attention (and a shared expert) gathers over tp.
@@ -191,14 +196,18 @@ def _collectives(z: Sizes, kind: BlockKind) -> list[Collective]:
                 backward_hidden=pairs,
             )
         )
-        found.append(Collective(axis="tp", op="reduce_scatter", num_bytes=full, forward=pairs, backward=pairs))
+        found.append(
+            Collective(axis="tp", op="reduce_scatter", num_bytes=full, forward=pairs, backward=pairs)
+        )
     elif choice.tp > 1:
         found.append(Collective(axis="tp", op="all_reduce", num_bytes=full, forward=pairs, backward=pairs))
     if choice.cp > 1:
         width = z.model.kv_channels * max(1, z.model.num_query_groups // choice.tp)
         step_bytes = 2 * z.act_bytes * z.tokens * width
         found.append(
-            Collective(axis="cp", op="p2p", num_bytes=step_bytes, forward=choice.cp - 1, backward=2 * (choice.cp - 1))
+            Collective(
+                axis="cp", op="p2p", num_bytes=step_bytes, forward=choice.cp - 1, backward=2 * (choice.cp - 1)
+            )
         )
     if kind == "moe":
         found.extend(_dispatch(z))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -80,7 +80,7 @@ class Domains:
         return self._cut("ep", divisors(moe.num_experts))
 
     def etp(self, tp: int) -> tuple[int, ...]:
-        """Divisors of tp (a wider expert split than the dense one only adds traffic); tp for a dense model."""
+        """Divisors of tp (a wider expert split only adds traffic); tp for a dense model."""
         if self.job.model.moe is None:
             return (tp,)
         if not self.job.capabilities.expert_tensor_parallel:
@@ -133,24 +133,29 @@ class Domains:
         return tuple(c for c in choices if not allowed or c.granularity in allowed)
 
     def splits(self, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
-        """Layer counts per chunk worth trying: even, ends that give way to embedding and head, slots for both."""
+        """Layer counts per chunk worth trying: even, lighter ends, slots for embedding and loss."""
         if "layers" in self.fixed:
             return (self.fixed["layers"],)
         return _splits(self.job.model.num_layers, pp, vpp)
 
     def overlap(self, layout: Any, *, vpp: int) -> Overlap:
-        """Return the overlap flags that go with a layout (or draft): the user's, as far as their conditions hold."""
+        """Return the overlap flags that go with a layout: the user's, as far as their conditions hold."""
         key = (layout.sharding != "none", layout.sequence_parallel, layout.ep > 1, layout.pp == 1, vpp > 1)
         if key not in self._overlaps:
             self._overlaps[key] = self._overlap(*key)
         return self._overlaps[key]
 
-    def _overlap(self, sharded: bool, sequence_parallel: bool, experts: bool, flat: bool, chunks: bool) -> Overlap:
+    def _overlap(
+        self, sharded: bool, sequence_parallel: bool, experts: bool, flat: bool, chunks: bool
+    ) -> Overlap:
         if "overlap" in self.fixed:
             pinned: Overlap = self.fixed["overlap"]
             return pinned
         asked = self.job.user_layout.overlap
-        reduces = asked.grad_reduce and (sharded or self.job.capabilities.unsharded_grad_overlap)
+        reduces = asked.grad_reduce
+        if not sharded and self.job.capabilities.unsharded_grad_overlap != "as_asked":
+            able = self.job.capabilities.unsharded_grad_overlap == "without_pp_and_sp"
+            reduces = able and flat and not sequence_parallel
         return Overlap(
             grad_reduce=reduces,
             param_gather=asked.param_gather and reduces and sharded,
@@ -162,7 +167,7 @@ class Domains:
 
 @lru_cache(maxsize=4096)
 def _splits(num_layers: int, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
-    """Return candidate splits in the forms of ``rules.layers.split_form``; the rules keep the expressible ones."""
+    """Return splits in the forms of ``rules.layers.split_form``; the rules keep the expressible ones."""
     found: dict[tuple[int, ...], None] = {}
     chunks = pp * vpp
     if num_layers % chunks == 0:
@@ -180,10 +185,10 @@ def _splits(num_layers: int, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _ends(num_layers: int, pp: int, vpp: int) -> list[tuple[int, int]]:
-    """Return (first, last) stage totals at or up to two chunk rows below the middle ones, multiples of vpp."""
+    """Return (first, last) stage totals, multiples of vpp, at most two chunk rows below the middle."""
     if pp < 2:
         return []
-    # Embedding and head are extra work of the ends: ends heavier than the middle only move the bottleneck there.
+    # Embedding and head are extra work: ends heavier than the middle only move the bottleneck there.
     middle = -(-num_layers // pp)
     lightest = max(vpp, middle - 2 * vpp)
     found = []

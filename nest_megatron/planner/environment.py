@@ -5,7 +5,7 @@ from __future__ import annotations
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.layout import Layout
 
-#: Generations whose kernel queues need one hardware connection for TP / CP overlap (config_surface.md rule 42).
+#: Generations whose kernel queues need one hardware connection for TP / CP (config_surface.md rule 42).
 _ONE_CONNECTION = ("volta", "ampere", "hopper")
 
 

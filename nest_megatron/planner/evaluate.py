@@ -88,7 +88,7 @@ def _mode(recompute: Recompute) -> int:
 
 
 def model_flops(job: TrainJob) -> int:
-    """Return the FLOP of one step that any layout must do: forward + backward, causal attention, no recompute."""
+    """Return the FLOP of one step that any layout must do: causal attention, no recompute."""
     choice = BlockChoice(
         tp=1, sequence_parallel=False, cp=1, ep=1, etp=1, micro_batch=1, recompute=Recompute()
     )
@@ -147,17 +147,22 @@ class Evaluator:
         )
         return _Detail(layout, sizes, mode, count, tables.node_times[i].tolist(), features)
 
-    def _stages(self, detail: _Detail, terms: dict[str, npt.NDArray[np.int64]]) -> tuple[StagePrediction, ...]:
+    def _stages(
+        self, detail: _Detail, terms: dict[str, npt.NDArray[np.int64]]
+    ) -> tuple[StagePrediction, ...]:
         layout = detail.layout
         forward, backward = self._chunk_times(detail)
         stages = []
         for stage in range(layout.pp):
             values = {name: int(detail.features[stage] @ term) for name, term in terms.items()}
             totals = [
-                sum(value for name, value in values.items() if TERMS[name][phase]) for phase in range(len(PHASES))
+                sum(value for name, value in values.items() if TERMS[name][phase])
+                for phase in range(len(PHASES))
             ]
             phase = totals.index(max(totals))
-            busy = sum(forward[c * layout.pp + stage] + backward[c * layout.pp + stage] for c in range(layout.vpp))
+            busy = sum(
+                forward[c * layout.pp + stage] + backward[c * layout.pp + stage] for c in range(layout.vpp)
+            )
             stages.append(
                 StagePrediction(
                     stage=stage,
@@ -219,7 +224,9 @@ class Evaluator:
                 parts[name] = parts.get(name, 0.0) + count * seconds
         forward, backward = self._chunk_times(detail)
         layout = detail.layout
-        busy = sum(forward[c * layout.pp + stage] + backward[c * layout.pp + stage] for c in range(layout.vpp))
+        busy = sum(
+            forward[c * layout.pp + stage] + backward[c * layout.pp + stage] for c in range(layout.vpp)
+        )
         if detail.mode != RECOMPUTE_NONE:
             parts["recompute"] = parts.get("recompute", 0.0) + busy - sum(parts.values())
         return parts
@@ -234,7 +241,9 @@ class Evaluator:
             + rows[:, Feature.LAST] * params[4]
         )
         expert = rows[:, Feature.MOE] * params[2]
-        seconds = dense * detail.times[Column.OPTIMIZER_DENSE] + expert * detail.times[Column.OPTIMIZER_EXPERT]
+        seconds = (
+            dense * detail.times[Column.OPTIMIZER_DENSE] + expert * detail.times[Column.OPTIMIZER_EXPERT]
+        )
         return float(seconds.max())
 
     def _prediction(

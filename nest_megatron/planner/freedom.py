@@ -8,7 +8,7 @@ from typing import Any
 from nest_megatron.errors import BadInputError, Factor, nearest_names
 from nest_megatron.rules.base import FIELDS
 from nest_megatron.specs.job import TrainJob
-from nest_megatron.specs.layout import AXES
+from nest_megatron.specs.layout import AXES, Layout
 from nest_megatron.specs.settings import PlanSettings
 from nest_megatron.units import bytes_from_gib
 
@@ -53,6 +53,16 @@ def apply_settings(job: TrainJob, settings: PlanSettings) -> TrainJob:
         origins=origins,
         reserved_bytes=job.reserved_bytes + bytes_from_gib(settings.reserved_gib),
     )
+
+
+def unkept(job: TrainJob, layout: Layout) -> tuple[str, ...]:
+    """Return the axes on which ``layout`` keeps a pin or bound of ``job`` not."""
+    broken = [axis for axis, value in job.pins.items() if getattr(layout, FIELDS[axis]) != value]
+    for axis, values in job.bounds.items():
+        value = layout.recompute.granularity if axis == "recompute" else getattr(layout, FIELDS[axis])
+        if value not in values:
+            broken.append(axis)
+    return tuple(broken)
 
 
 def _known(axis: str) -> None:

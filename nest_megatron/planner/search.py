@@ -39,13 +39,15 @@ class SearchResult:
     """Outcome of one search.
 
     Attributes:
-        best: the selected layout; ``runner_ups``: the next ones with a different degree, fastest first.
+        best: the selected layout; ``fastest``: the one with the least simulated time.
+        runner_ups: the next ones with another degree, fastest first.
         tight: no layout FITS, or the tight one gains enough.
         forced: nothing is feasible and the user insists.
         rejections: first true reason -> number of layouts (or prefixes of layouts) it cut.
     """
 
     best: Layout
+    fastest: Layout
     runner_ups: tuple[Layout, ...]
     certificate: Certificate
     rejections: dict[str, int]
@@ -83,7 +85,9 @@ def search(job: TrainJob, cluster: Cluster, *, force: bool = False) -> SearchRes
             raise _nothing_fits(job, cluster, state)
         groups = {"fits": state.feasible, "tight": state.peak_bytes == state.peak_bytes.min()}
     found = {name: _best_first(state, mask) for name, mask in groups.items()}
-    best_s = {name: np.nanmin(times) if np.isfinite(times).any() else np.inf for name, (times, _) in found.items()}
+    best_s = {
+        name: np.nanmin(times) if np.isfinite(times).any() else np.inf for name, (times, _) in found.items()
+    }
     tight = bool(best_s["tight"] < best_s["fits"] * (1.0 - TIGHT_GAIN))
     name = "tight" if tight else "fits"
     times, _ = found[name]
@@ -91,6 +95,7 @@ def search(job: TrainJob, cluster: Cluster, *, force: bool = False) -> SearchRes
     certificate = _certificate(state, groups[name], times, sum(n for _, n in found.values()), started)
     return SearchResult(
         best=state.space.layout(chosen),
+        fastest=state.space.layout(int(np.nanargmin(times))),
         runner_ups=_runner_ups(state, times, chosen),
         certificate=certificate,
         rejections=_rejections(state, certificate),
@@ -138,7 +143,7 @@ def _best_first(state: _Searched, mask: npt.NDArray[np.bool_]) -> tuple[npt.NDAr
 
 
 def _select(job: TrainJob, state: _Searched, times: npt.NDArray[np.float64], visible_bytes: int) -> int:
-    """Among plans within TIE prefer more head-room (in steps of 1 % of memory), then fewer changes, then speed."""
+    """Among plans within TIE prefer more head-room (steps of 1 %), then fewer changes, then speed."""
     best = np.nanmin(times)
     near = np.flatnonzero(times <= best * (1.0 + TIE))
     used = state.peak_bytes[near] // (visible_bytes // 100)
@@ -173,7 +178,11 @@ def _runner_ups(state: _Searched, times: npt.NDArray[np.float64], chosen: int) -
 
 
 def _certificate(
-    state: _Searched, mask: npt.NDArray[np.bool_], times: npt.NDArray[np.float64], evaluated: int, started: float
+    state: _Searched,
+    mask: npt.NDArray[np.bool_],
+    times: npt.NDArray[np.float64],
+    evaluated: int,
+    started: float,
 ) -> Certificate:
     objective = float(np.nanmin(times))
     open_bounds = state.bound_s[mask & ~np.isfinite(times)]
@@ -225,7 +234,8 @@ def _nothing_fits(job: TrainJob, cluster: Cluster, state: _Searched) -> NoPlanEr
     visible = cluster.accelerator.visible_bytes
     return NoPlanError(
         "NEST-P02",
-        f"none of {len(state.space)} legal layouts fits in {gib(visible):.1f} GiB of {cluster.accelerator.name}: "
+        f"none of {len(state.space)} legal layouts fits in {gib(visible):.1f} GiB of "
+        f"{cluster.accelerator.name}: "
         f"the smallest needs {gib(need):.1f} GiB",
         factors=[
             Factor("smallest layout", layout.describe(), "planner"),
@@ -233,5 +243,9 @@ def _nothing_fits(job: TrainJob, cluster: Cluster, state: _Searched) -> NoPlanEr
             Factor("reserved_GiB", round(gib(job.reserved_bytes), 1), job.origin("reserved")),
             *(Factor(axis, value, job.origin(axis)) for axis, value in job.pins.items()),
         ],
-        nearest=[*(f"release the pin of {axis}" for axis in job.pins), "more GPUs", "force=true to run it anyway"],
+        nearest=[
+            *(f"release the pin of {axis}" for axis in job.pins),
+            "more GPUs",
+            "force=true to run it anyway",
+        ],
     )

@@ -1,4 +1,4 @@
-"""Every legal layout that the dialect can execute, as arrays for the solver; every rule applied once per prefix.
+"""Every legal layout that the dialect can execute, as arrays for the solver.
 
 Axes are bound in the order of ``NODE_AXES`` (a *node*), then vpp, then split and recompute (a *candidate*).
 Verdicts are cached by the axes a rule declares, so the legality of a split is decided once per (pp, vpp, ...)
@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from nest_megatron.planner.domains import Domains
 from nest_megatron.rules import Rule, facts_for, rules_by_depth
 from nest_megatron.rules.base import FIELDS
 from nest_megatron.specs.job import TrainJob
-from nest_megatron.specs.layout import Layout, Recompute
+from nest_megatron.specs.layout import Layout, Recompute, RecomputeMethod
 
 Int32 = npt.NDArray[np.int32]
 
@@ -74,7 +74,7 @@ class Space:
         vpp, start = int(self.vpp[i]), int(self.split_start[i])
         recompute = node.recompute
         if self.mode[i] != RECOMPUTE_NONE:
-            method = "uniform" if self.mode[i] == RECOMPUTE_UNIFORM else "block"
+            method: RecomputeMethod = "uniform" if self.mode[i] == RECOMPUTE_UNIFORM else "block"
             recompute = Recompute(granularity="full", method=method, num_layers=int(self.num_recompute[i]))
         return dataclasses.replace(
             node,
@@ -121,6 +121,11 @@ class _Draft:
     def __init__(self, layout: Layout) -> None:
         for name in self.__slots__:
             setattr(self, name, getattr(layout, name))
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+        def __setattr__(self, name: str, value: Any) -> None: ...
 
     def freeze(self) -> Layout:
         """Return the layout drafted so far."""
@@ -183,7 +188,9 @@ class _Builder:
         self.late_judge = self._judge(later)
         #: Axes that decide which splits and recompute choices are legal, besides those themselves.
         read = {axis for rule in later for axis in rule.axes} - {"layers", "recompute", "overlap"}
-        self.variant_key = attrgetter(*sorted({FIELDS[axis] for axis in read} | {"pp", "vpp", "recompute", "overlap"}))
+        self.variant_key = attrgetter(
+            *sorted({FIELDS[axis] for axis in read} | {"pp", "vpp", "recompute", "overlap"})
+        )
         self.variants_cache: dict[Any, Variants | None] = {}
         self.chunk_counts: dict[int, tuple[int, ...]] = {}
         self.sizes: list[int] = []
@@ -246,7 +253,7 @@ class _Builder:
         return self.chunk_counts[pp]
 
     def variants(self, vpp: int) -> Variants | None:
-        """Return the legal splits and recompute choices of the draft with ``vpp``, None when there are none."""
+        """Return the legal splits and recompute choices of the draft with ``vpp``, None without any."""
         draft = self.draft
         draft.vpp = vpp
         if not self.vpp_judge.legal(draft):

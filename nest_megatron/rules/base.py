@@ -112,7 +112,7 @@ def rule(code: str, *axes: str, source: str) -> Callable[[RuleFunction], RuleFun
             name=f"{family}.{function.__name__}",
             axes=frozenset(axes),
             function=function,
-            doc=" ".join(function.__doc__.split()),
+            doc=" ".join(function.__doc__.split("\n\n")[0].split()),
             source=source,
         )
         return function

@@ -43,7 +43,8 @@ class Level:
         bandwidth_bytes_per_s: per GPU, one direction, line rate with all GPUs active, for traffic that leaves
             a unit of the level below and stays inside one unit of this level.
         efficiency: usable share of the line rate.
-        latency_s: added latency of one hop through this level.
+        latency_s: at level 0 the latency of one hop inside the domain, which replaces NCCL's constant; above,
+            the fabric's own latency, added to NCCL's network hop (research/network.md 1.3).
     """
 
     name: str
@@ -83,6 +84,7 @@ class Cluster:
         nics_per_node: None means one NIC per GPU.
         nvls: switch-side reduction inside level 0.
         busbw_by_group_size_bytes_per_s: measured level-0 bus bandwidth by number of members.
+        scenarios: level name -> bandwidth factor, one mapping per scenario of robust planning.
         assumptions: sentences for the plan, for example that a default cluster was used.
         source: file or built-in name this came from.
     """

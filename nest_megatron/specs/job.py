@@ -10,6 +10,7 @@ from nest_megatron.specs.model import ModelSpec
 
 AttentionKernel = Literal["flash", "fused_softmax", "unfused"]
 LossKernel = Literal["vocab_parallel", "native_fused", "te_fused"]
+UnshardedGradOverlap = Literal["never", "without_pp_and_sp", "as_asked"]
 
 #: Where a value came from; messages and plans print these words.
 COMMAND_LINE = "command line"
@@ -66,7 +67,7 @@ class FrameworkProfile:
     """Facts of a software stack, from ``conf/framework/<name>.yaml``; formulas know no framework names.
 
     Args:
-        device_factor, device_fixed_bytes: device memory = factor * allocated + fixed (memory_model.md section 3).
+        device_factor, device_fixed_bytes: factor * allocated + fixed (memory_model.md section 3).
         tp_overlap_share ... p2p_overlap_share: hidden share of each stream when its overlap flag is on
             (network.md section 5).
         host_floor_s: host time of one dense block's forward pass (time_model.md section 3).
@@ -98,7 +99,7 @@ class Capabilities:
         account_embedding_and_loss: embedding and loss may each take one layer's slot.
         layout_string: any layer count per chunk (``pipeline_model_parallel_layout``).
         shardings: sharding values with a key in this dialect.
-        unsharded_grad_overlap: gradient reduction can overlap without a sharded optimizer.
+        unsharded_grad_overlap: when gradient reduction overlaps without a sharded optimizer.
     """
 
     virtual_pipeline: bool = True
@@ -109,7 +110,7 @@ class Capabilities:
     account_embedding_and_loss: bool = False
     layout_string: bool = False
     shardings: tuple[Sharding, ...] = ("none", "optim")
-    unsharded_grad_overlap: bool = True
+    unsharded_grad_overlap: UnshardedGradOverlap = "as_asked"
     optimizer_instances: bool = False
     recompute_modules: tuple[str, ...] = ("core_attn",)
     full_recompute: bool = True

@@ -58,7 +58,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """A complete layout.  ``world = tp * pp * cp * dp``; nothing here is checked: ``rules/`` decides legality.
+    """A complete layout, ``world = tp * pp * cp * dp``; unchecked: ``rules/`` decides legality.
 
     Args:
         vpp: virtual chunks per pipeline rank (1 = no interleaving).

@@ -109,9 +109,9 @@ class ModelSpec:
     @property
     def layer_kinds(self) -> tuple[BlockKind, ...]:
         """Block kind of each layer, in model order."""
-        if self.moe is None:
-            return ("dense",) * self.num_layers
-        return tuple("moe" if flag else "dense" for flag in self.moe.layer_pattern)
+        kinds: tuple[BlockKind, BlockKind] = ("dense", "moe")
+        pattern = (0,) * self.num_layers if self.moe is None else self.moe.layer_pattern
+        return tuple(kinds[bool(flag)] for flag in pattern)
 
     def padded_vocab_size(self, tp: int) -> int:
         """Return the vocabulary rounded up to ``make_vocab_size_divisible_by * tp`` (memory_model.md 2.1)."""

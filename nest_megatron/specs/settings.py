@@ -1,4 +1,4 @@
-"""What the user tells NEST itself: cluster, pins, freedoms.  Filled from ``hydra.callbacks.nest`` or CLI flags."""
+"""What the user tells NEST itself: cluster, pins, freedoms."""
 
 from __future__ import annotations
 

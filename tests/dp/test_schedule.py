@@ -78,7 +78,7 @@ def test_compiled_simulator_equals_its_twin(compiled) -> None:
         p = int(rng.integers(1, 7))
         v = int(rng.integers(1, 4)) if p > 1 else 1
         m = int(rng.integers(p, 14))
-        # A short last group must still fill the pipeline (config_surface.md rule 24), else Megatron deadlocks too.
+        # A short last group must still fill the pipeline (config_surface.md rule 24).
         group = int(rng.choice([size for size in range(p, m + 1) if m % size == 0 or m % size >= p]))
         forward, backward = rng.random(p * v), rng.random(p * v)
         hop = float(rng.random() * 0.3)

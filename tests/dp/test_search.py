@@ -66,7 +66,7 @@ def test_full_recompute_keeps_units_instead_of_layers() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_smallest_block_is_the_smallest_that_fits(compiled, seed: int) -> None:
-    """Bisection finds what trying every number of recomputed layers finds, when saving beats keeping the input."""
+    """Bisection finds what trying every number of recomputed layers finds."""
     arrays = random_problem(seed)
     # A recomputed layer keeps its input only, which is never more than what the layer would have saved.
     memory = arrays["node_memory"]

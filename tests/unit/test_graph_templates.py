@@ -1,4 +1,4 @@
-"""Closed formulas of the operator graph against published totals, traced figures and megatron-core's own modules."""
+"""Closed formulas of the operator graph against published totals and traced figures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def total_parameters(job: TrainJob) -> int:
     """Return the parameters of the whole model on one rank."""
     graph = layer_graph(job, NOTHING)
     layers = sum(
-        graph.blocks[kind].dense_parameters + graph.blocks[kind].expert_parameters for kind in job.model.layer_kinds
+        graph.blocks[kind].dense_parameters + graph.blocks[kind].expert_parameters
+        for kind in job.model.layer_kinds
     )
     head = graph.head.dense_parameters
     if job.model.tied_embeddings:
@@ -47,7 +48,7 @@ def test_parameters_equal_the_published_checkpoints(model, published: int) -> No
 
 
 def test_gpt175b_layer_flops_equal_the_traced_layer() -> None:
-    """GEMM FLOP of a GPT-175B layer equal the trace, 7.628 TFLOP with both causal halves (mcore_cpu.md section 4)."""
+    """GEMM FLOP of a GPT-175B layer equal the trace, 7.628 TFLOP with both causal halves (mcore_cpu.md 4)."""
     job = builders.make_job(model=builders.gpt175b(), sequence_length=2048)
     block = layer_graph(job, NOTHING).blocks["dense"]
     core = next(op for op in block.operators if op.kind == "attention")
@@ -56,7 +57,7 @@ def test_gpt175b_layer_flops_equal_the_traced_layer() -> None:
 
 @pytest.mark.parametrize(("tp", "dropout", "expected"), [(8, 0.0, 4.004), (8, 0.1, 4.25)])
 def test_saved_bytes_match_the_traced_layer(tp: int, dropout: float, expected: float) -> None:
-    """TP8 + SP with a fused core saves 4.0 (34/8 with dropout) x sbh bytes per layer (mcore_cpu.md section 4)."""
+    """TP8 + SP with a fused core saves 4.0 (34/8 with dropout) x sbh bytes per layer (mcore_cpu.md 4)."""
     model = builders.gpt175b(hidden_dropout=dropout, attention_dropout=dropout)
     job = builders.make_job(model=model, sequence_length=2048)
     block = layer_graph(job, choice(tp=tp, sequence_parallel=True)).blocks["dense"]
@@ -87,7 +88,7 @@ def test_sequence_parallelism_divides_everything_by_tp(tp: int) -> None:
 
 
 def test_tp_collectives_have_the_traced_counts() -> None:
-    """TP + SP: 2 gathers and 2 scatters forward, 4 and 2 backward; TP alone: 2 and 2 all-reduces (mcore_cpu.md)."""
+    """TP + SP: 2 gathers and 2 scatters forward, 4 and 2 backward; TP alone: 2 and 2 all-reduces."""
     job = builders.make_job(model=builders.gpt175b(), sequence_length=2048)
     sharded = layer_graph(job, choice(tp=8, sequence_parallel=True)).blocks["dense"].collectives
     counts = {c.op: (c.forward, c.backward) for c in sharded}

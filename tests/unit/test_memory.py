@@ -41,7 +41,9 @@ def llama() -> TrainJob:
 
 def mixtral(num_gpus: int = 64) -> TrainJob:
     """Mixtral 8x7B as in memory_model.md section 5."""
-    return builders.make_job(model=builders.mixtral(), sequence_length=4096, num_gpus=num_gpus, global_batch=1024)
+    return builders.make_job(
+        model=builders.mixtral(), sequence_length=4096, num_gpus=num_gpus, global_batch=1024
+    )
 
 
 FULL = Recompute(granularity="full", method="uniform", num_layers=1)
@@ -141,7 +143,7 @@ def test_limits_are_the_inverse_of_feasible() -> None:
 
 
 def test_device_memory_is_the_profile_rule() -> None:
-    """Device memory is 1.08 x allocated + 6 GiB unless a profile says otherwise (memory_model.md section 3)."""
+    """Device memory is 1.08 x allocated + 6 GiB unless a profile says otherwise (memory_model.md 3)."""
     job = llama()
     assert int(device_bytes(np.array([50 * GIB]), job)[0]) == pytest.approx(60 * GIB, rel=1e-9)
 

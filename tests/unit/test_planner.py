@@ -59,7 +59,11 @@ def everything(job: TrainJob) -> list[tuple[float, int, Layout]]:
     peaks = bounds(problem_of(job, evaluator.cost.tables(layouts), layouts))[2]
     runs = feasible(peaks, job, cluster_of(job).accelerator.visible_bytes)
     seconds = evaluator.step_times_s(layouts)
-    return [found for found, ok in zip(zip(seconds, peaks.tolist(), layouts, strict=True), runs, strict=True) if ok]
+    return [
+        found
+        for found, ok in zip(zip(seconds, peaks.tolist(), layouts, strict=True), runs, strict=True)
+        if ok
+    ]
 
 
 @pytest.mark.parametrize(
@@ -67,13 +71,17 @@ def everything(job: TrainJob) -> list[tuple[float, int, Layout]]:
     [
         job_of(),
         job_of(builders.llama8b(num_layers=6), num_gpus=4),
-        job_of(builders.mixtral(num_layers=4, moe=dataclasses.replace(builders.mixtral().moe, layer_pattern=(0, 1) * 2))),
+        job_of(
+            builders.mixtral(
+                num_layers=4, moe=dataclasses.replace(builders.mixtral().moe, layer_pattern=(0, 1) * 2)
+            )
+        ),
         job_of(builders.llama8b(num_layers=8), reserved_bytes=50 * GIB),
     ],
     ids=["dense-8", "dense-4", "mixed-moe-8", "little-memory"],
 )
 def test_search_equals_trying_everything(job: TrainJob) -> None:
-    """The certified objective is the least simulated time over every layout that runs, block sizes included."""
+    """The certified objective is the least simulated time over every layout that runs, all block sizes."""
     result = search(job, cluster_of(job))
     certificate = result.certificate
     evaluator = Evaluator(job, cluster_of(job))
@@ -97,14 +105,26 @@ def test_the_chosen_layout_is_within_the_tie_of_the_best() -> None:
 
 def test_search_is_deterministic() -> None:
     """Two searches of the same job give the same plan and runner-ups."""
-    job = job_of(builders.mixtral(num_layers=4, moe=dataclasses.replace(builders.mixtral().moe, layer_pattern=(1,) * 4)))
+    job = job_of(
+        builders.mixtral(
+            num_layers=4, moe=dataclasses.replace(builders.mixtral().moe, layer_pattern=(1,) * 4)
+        )
+    )
     first, second = (search(job, cluster_of(job)) for _ in range(2))
-    assert (first.best, first.runner_ups, first.rejections) == (second.best, second.runner_ups, second.rejections)
+    assert (first.best, first.runner_ups, first.rejections) == (
+        second.best,
+        second.runner_ups,
+        second.rejections,
+    )
 
 
 def test_every_layout_of_the_space_is_legal() -> None:
     """No layout that the enumeration yields breaks any rule."""
-    job = job_of(builders.mixtral(num_layers=4, moe=dataclasses.replace(builders.mixtral().moe, layer_pattern=(1,) * 4)))
+    job = job_of(
+        builders.mixtral(
+            num_layers=4, moe=dataclasses.replace(builders.mixtral().moe, layer_pattern=(1,) * 4)
+        )
+    )
     space = enumerate_space(job)
     assert len(space) > 500
     broken = [space.layout(i) for i in range(len(space)) if rules.first_code(job, space.layout(i))]
@@ -133,7 +153,10 @@ def test_pinning_the_optimum_returns_it() -> None:
     """The degrees of the best layout, pinned, give the same objective."""
     job = job_of()
     free = search(job, cluster_of(job))
-    pins = {axis: getattr(free.best, axis) for axis in ("tp", "cp", "pp", "vpp", "micro_batch", "sequence_parallel")}
+    pins = {
+        axis: getattr(free.best, axis)
+        for axis in ("tp", "cp", "pp", "vpp", "micro_batch", "sequence_parallel")
+    }
     pinned = search(dataclasses.replace(job, pins=pins), cluster_of(job))
     assert pinned.best == free.best
 
@@ -158,7 +181,7 @@ def test_nothing_legal_names_the_reason() -> None:
 
 
 def test_nothing_fits_names_the_smallest_need() -> None:
-    """A model that is too large gives NEST-P02 with the smallest layout and its need; force runs it anyway."""
+    """A model that is too large gives NEST-P02 with the smallest layout and its need; force runs it."""
     job = job_of(builders.llama70b(), sequence_length=8192)
     with pytest.raises(NoPlanError) as caught:
         search(job, cluster_of(job))
@@ -176,7 +199,9 @@ def test_paired_ratio_of_a_layout_with_itself_is_one() -> None:
 def test_a_slower_link_never_makes_a_layout_faster() -> None:
     """2:1 leaves never predict a faster step than 1:1 leaves, for the layouts of a search."""
     job = job_of(builders.llama8b(), num_gpus=512, global_batch=512)
-    layouts = [builders.make_layout(job, tp=tp, pp=pp, sharding="optim") for tp in (1, 2, 8) for pp in (1, 2, 8)]
+    layouts = [
+        builders.make_layout(job, tp=tp, pp=pp, sharding="optim") for tp in (1, 2, 8) for pp in (1, 2, 8)
+    ]
     fast = Evaluator(job, load_cluster("dgx-h100", num_gpus=512)).step_times_s(layouts)
     slow = Evaluator(job, load_cluster("dgx-h100-2to1", num_gpus=512)).step_times_s(layouts)
     assert all(a <= b for a, b in zip(fast, slow, strict=True))
@@ -186,17 +211,20 @@ def test_time_split_adds_up() -> None:
     """The terms of the time split sum to the step time."""
     job = job_of(builders.llama8b(), num_gpus=64, global_batch=256)
     layout = builders.make_layout(job, tp=2, pp=4, vpp=2, cp=2, sequence_parallel=True, sharding="optim")
-    layout = dataclasses.replace(layout, recompute=Recompute(granularity="full", method="block", num_layers=2))
+    layout = dataclasses.replace(
+        layout, recompute=Recompute(granularity="full", method="block", num_layers=2)
+    )
     prediction = Evaluator(job, cluster_of(job)).predict([layout])[0]
     assert sum(prediction.time_split.values()) == pytest.approx(prediction.step_time_s, rel=1e-9)
     assert prediction.time_split["recompute"] > 0
 
 
 def test_settings_pin_bound_and_release() -> None:
-    """pin fixes or bounds an axis, free releases a command-line pin or freezes the user's value."""
+    """Pin fixes or bounds an axis, free releases a command-line pin or freezes the user's value."""
     job = dataclasses.replace(job_of(), pins={"tp": 2}, origins={"tp": "command line"})
     changed = apply_settings(
-        job, PlanSettings(pin={"pp": 2, "micro_batch": [1, 2]}, free={"tp": True, "cp": False}, reserved_gib=1.5)
+        job,
+        PlanSettings(pin={"pp": 2, "micro_batch": [1, 2]}, free={"tp": True, "cp": False}, reserved_gib=1.5),
     )
     assert changed.pins == {"pp": 2, "cp": 1}
     assert changed.bounds == {"micro_batch": (1, 2)}
@@ -226,7 +254,8 @@ def test_wrong_settings_are_refused(settings_: PlanSettings, code: str, words: s
 def test_a_checkpoint_that_cannot_reshard_binds_its_axes() -> None:
     """Resuming from a fixed-layout checkpoint keeps tp, pp, vpp, ep, etp and the split (DESIGN section 8)."""
     job = dataclasses.replace(
-        job_of(), checkpoint=CheckpointState(resuming=True, reshards=False, source="model.resume_from_checkpoint")
+        job_of(),
+        checkpoint=CheckpointState(resuming=True, reshards=False, source="model.resume_from_checkpoint"),
     )
     best = search(apply_settings(job, PlanSettings()), cluster_of(job)).best
     user = job.user_layout

@@ -1,0 +1,30 @@
+"""Types of the compiled search; meaning and units: ``cython_dp.reference``."""
+
+from cython_dp.reference import Float64, Int32, Int64
+
+class Problem:
+    def __init__(
+        self,
+        *,
+        moe_prefix: Int32,
+        node_pp: Int32,
+        node_m: Int32,
+        node_times: Float64,
+        node_params: Int64,
+        node_memory: Int64,
+        node: Int32,
+        vpp: Int32,
+        group: Int32,
+        mode: Int32,
+        num_recompute: Int32,
+        split_start: Int32,
+        sizes: Int32,
+    ) -> None: ...
+    def __len__(self) -> int: ...
+
+def bounds(problem: Problem) -> tuple[Float64, Float64, Int64, Int32, Int32]: ...
+def smallest_block(problem: Problem, limit_bytes: int) -> Int32: ...
+def step_time(problem: Problem, i: int, extra_s: float) -> float: ...
+def best_first(
+    problem: Problem, order: Int64, bound_s: Float64, extra_s: Float64, slack: float
+) -> tuple[Float64, int]: ...
