@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cython_dp.columns import (
     NUM_COLUMNS,
     NUM_FEATURES,
+    NUM_KINDS,
     NUM_PARAMS,
     RECOMPUTE_BLOCK,
     RECOMPUTE_NONE,
@@ -62,6 +63,7 @@ __all__ = [
     "IMPLEMENTATION",
     "NUM_COLUMNS",
     "NUM_FEATURES",
+    "NUM_KINDS",
     "NUM_PARAMS",
     "RECOMPUTE_BLOCK",
     "RECOMPUTE_NONE",

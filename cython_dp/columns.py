@@ -8,62 +8,58 @@ from enum import IntEnum
 RECOMPUTE_NONE, RECOMPUTE_UNIFORM, RECOMPUTE_BLOCK = 0, 1, 2
 
 
+#: Layer kinds one model may mix; what slot k means is the caller's business.
+NUM_KINDS = 4
+
+
 class Feature(IntEnum):
-    """Counts of one pipeline rank; memory is linear in them."""
+    """Counts of one pipeline rank; memory is linear in them.  ``HELD + k`` is the slot of kind k."""
 
     ONE = 0  # constant per rank
-    DENSE = 1  # dense layers held
-    MOE = 2  # MoE layers held
-    FIRST = 3  # holds the embedding
-    LAST = 4  # holds the head
-    ONLY_DENSE = 5  # 1 when it holds dense layers and no MoE layer
-    ONLY_MOE = 6
-    BOTH = 7
-    LIVE_DENSE = 8  # in-flight micro-batches x plain dense layers
-    LIVE_MOE = 9
-    LIVE_UNITS = 10  # in-flight micro-batches x checkpointed units
-    LIVE_FIRST = 11  # in-flight micro-batches of the chunk with the embedding
-    UNIT_DENSE = 12  # layers of one recompute unit, when only dense layers are recomputed
-    UNIT_MOE = 13
-    UNIT_BOTH = 14
-    LIVE_CHUNKS = 15  # in-flight chunk forwards
+    FIRST = 1  # holds the embedding
+    LAST = 2  # holds the head
+    ANY = 3  # holds at least one layer
+    LIVE_FIRST = 4  # in-flight micro-batches of the chunk with the embedding
+    LIVE_UNITS = 5  # in-flight micro-batches x checkpointed units
+    LIVE_CHUNKS = 6  # in-flight chunk forwards
+    LIVE_EDGES = 7  # in-flight chunk forwards that hold layers (their outputs travel on)
+    HELD = 8  # layers of each kind
+    LIVE = 12  # in-flight micro-batches x plain layers of each kind
+    HAS = 16  # 1 when the rank holds a layer of the kind
+    UNIT = 20  # layers of one recompute unit, when a layer of the kind is recomputed
 
 
 class Column(IntEnum):
-    """Seconds (or seconds per parameter) of one node; F forward, B backward, R recompute of one layer."""
+    """Seconds (or seconds per parameter) of one node; ``FORWARD + k`` is one layer of kind k, and so on."""
 
-    F_DENSE = 0
-    F_MOE = 1
-    B_DENSE = 2
-    B_MOE = 3
-    R_DENSE = 4
-    R_MOE = 5
-    F_FIRST = 6
-    B_FIRST = 7
-    F_LAST = 8
-    B_LAST = 9
-    P2P = 10  # one hop between neighbouring ranks
-    P2P_HIDDEN = 11  # share of it hidden when chunks are interleaved
-    SYNC_ALPHA_DENSE = 12  # latency per bucket
-    SYNC_BETA_DENSE = 13  # seconds per parameter
-    SYNC_ALPHA_EXPERT = 14
-    SYNC_BETA_EXPERT = 15
-    BUCKET = 16  # parameters per bucket
-    SYNC_HIDDEN = 17  # share that may hide behind compute
-    OPTIMIZER_DENSE = 18  # seconds per parameter
-    OPTIMIZER_EXPERT = 19
+    FORWARD = 0
+    BACKWARD = 4
+    AGAIN = 8  # recomputation of one layer
+    F_FIRST = 12
+    B_FIRST = 13
+    F_LAST = 14
+    B_LAST = 15
+    P2P = 16  # one hop between neighbouring ranks
+    P2P_HIDDEN = 17  # share of it hidden when chunks are interleaved
+    SYNC_ALPHA_DENSE = 18  # latency per bucket
+    SYNC_BETA_DENSE = 19  # seconds per parameter
+    SYNC_ALPHA_EXPERT = 20
+    SYNC_BETA_EXPERT = 21
+    BUCKET = 22  # parameters per bucket
+    SYNC_HIDDEN = 23  # share that may hide behind compute
+    OPTIMIZER_DENSE = 24  # seconds per parameter
+    OPTIMIZER_EXPERT = 25
 
 
 class Param(IntEnum):
-    """Parameters per rank of one layer kind or end block."""
+    """Parameters per rank of one layer of kind k (``DENSE + k``, ``EXPERT + k``) or of an end block."""
 
-    DENSE_OF_DENSE = 0
-    DENSE_OF_MOE = 1
-    EXPERT_OF_MOE = 2
-    FIRST = 3
-    LAST = 4
+    DENSE = 0
+    EXPERT = 4
+    FIRST = 8
+    LAST = 9
 
 
-NUM_FEATURES = len(Feature)
-NUM_COLUMNS = len(Column)
-NUM_PARAMS = len(Param)
+NUM_FEATURES = 24
+NUM_COLUMNS = 26
+NUM_PARAMS = 10

@@ -13,7 +13,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from cython_dp.columns import RECOMPUTE_BLOCK, RECOMPUTE_UNIFORM, Column, Feature, Param
+from cython_dp.columns import (
+    NUM_FEATURES,
+    NUM_KINDS,
+    RECOMPUTE_BLOCK,
+    RECOMPUTE_UNIFORM,
+    Column,
+    Feature,
+    Param,
+)
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -40,22 +48,24 @@ def in_flight(p: int, v: int, m: int, group: int, rank: int) -> list[int]:
 
 
 def chunk_layers(
-    size: int, start: int, moe_prefix: Sequence[int] | Int32, mode: int, num_recompute: int
-) -> tuple[int, int, int, int, int]:
-    """Return (plain dense, plain MoE, recomputed dense, recomputed MoE, checkpointed units) of one chunk."""
-    moe = int(moe_prefix[start + size] - moe_prefix[start])
+    size: int, start: int, prefix: Int32, mode: int, num_recompute: int
+) -> tuple[list[int], list[int], int]:
+    """Return (plain layers per kind, recomputed layers per kind, checkpointed units) of one chunk."""
     if mode == RECOMPUTE_UNIFORM and size:
-        return 0, 0, size - moe, moe, -(-size // num_recompute)
-    if mode == RECOMPUTE_BLOCK:
-        first = min(num_recompute, size)
-        first_moe = int(moe_prefix[start + first] - moe_prefix[start])
-        return size - moe - (first - first_moe), moe - first_moe, first - first_moe, first_moe, first
-    return size - moe, moe, 0, 0, 0
+        again, units = size, -(-size // num_recompute)
+    elif mode == RECOMPUTE_BLOCK:
+        again = units = min(num_recompute, size)
+    else:
+        again = units = 0
+    first, end = start + again, start + size
+    recomputed = [int(prefix[k][first] - prefix[k][start]) for k in range(NUM_KINDS)]
+    plain = [int(prefix[k][end] - prefix[k][first]) for k in range(NUM_KINDS)]
+    return plain, recomputed, units
 
 
 def stage_features(
     sizes: Sequence[int] | Int32,
-    moe_prefix: Sequence[int] | Int32,
+    prefix: Int32,
     p: int,
     v: int,
     m: int,
@@ -63,8 +73,12 @@ def stage_features(
     mode: int,
     num_recompute: int,
 ) -> Int64:
-    """Return the (p, NUM_FEATURES) counts that every linear memory term is a product of."""
-    features = np.zeros((p, len(Feature)), dtype=np.int64)
+    """Return the (p, NUM_FEATURES) counts that every linear memory term is a product of.
+
+    Args:
+        prefix: (NUM_KINDS, L + 1) layers of each kind before each layer.
+    """
+    features = np.zeros((p, NUM_FEATURES), dtype=np.int64)
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + int(size))
@@ -74,39 +88,30 @@ def stage_features(
         row[Feature.ONE] = 1
         row[Feature.FIRST] = int(rank == 0)
         row[Feature.LAST] = int(rank == p - 1)
-        unit = 0
-        recomputed_moe = recomputed_dense = 0
+        row[Feature.LIVE_CHUNKS] = sum(alive)
         for chunk in range(v):
             j = chunk * p + rank
             size = int(sizes[j])
-            plain_d, plain_m, again_d, again_m, units = chunk_layers(
-                size, starts[j], moe_prefix, mode, num_recompute
-            )
-            row[Feature.DENSE] += plain_d + again_d
-            row[Feature.MOE] += plain_m + again_m
-            row[Feature.LIVE_DENSE] += alive[chunk] * plain_d
-            row[Feature.LIVE_MOE] += alive[chunk] * plain_m
+            plain, recomputed, units = chunk_layers(size, starts[j], prefix, mode, num_recompute)
             row[Feature.LIVE_UNITS] += alive[chunk] * units
+            row[Feature.LIVE_EDGES] += alive[chunk] if size else 0
             if j == 0:
                 row[Feature.LIVE_FIRST] += alive[chunk]
-            if units:
-                unit = max(unit, min(size, num_recompute) if mode == RECOMPUTE_UNIFORM else 1)
-            recomputed_dense += again_d
-            recomputed_moe += again_m
-        has_dense, has_moe = row[Feature.DENSE] > 0, row[Feature.MOE] > 0
-        row[Feature.ONLY_DENSE] = int(has_dense and not has_moe)
-        row[Feature.ONLY_MOE] = int(has_moe and not has_dense)
-        row[Feature.BOTH] = int(has_dense and has_moe)
-        row[Feature.UNIT_DENSE] = unit if recomputed_dense and not recomputed_moe else 0
-        row[Feature.UNIT_MOE] = unit if recomputed_moe and not recomputed_dense else 0
-        row[Feature.UNIT_BOTH] = unit if recomputed_moe and recomputed_dense else 0
-        row[Feature.LIVE_CHUNKS] = sum(alive)
+            unit = min(size, num_recompute) if mode == RECOMPUTE_UNIFORM else 1
+            for k in range(NUM_KINDS):
+                row[Feature.HELD + k] += plain[k] + recomputed[k]
+                row[Feature.LIVE + k] += alive[chunk] * plain[k]
+                if recomputed[k]:
+                    row[Feature.UNIT + k] = max(row[Feature.UNIT + k], unit)
+        held = row[Feature.HELD : Feature.HELD + NUM_KINDS]
+        row[Feature.HAS : Feature.HAS + NUM_KINDS] = held > 0
+        row[Feature.ANY] = int(held.any())
     return features
 
 
 def chunk_times(
     sizes: Sequence[int] | Int32,
-    moe_prefix: Sequence[int] | Int32,
+    prefix: Int32,
     p: int,
     v: int,
     mode: int,
@@ -118,11 +123,12 @@ def chunk_times(
     start = 0
     for j in range(p * v):
         size = int(sizes[j])
-        plain_d, plain_m, again_d, again_m, _ = chunk_layers(size, start, moe_prefix, mode, num_recompute)
-        dense, moe = plain_d + again_d, plain_m + again_m
-        f = dense * times[Column.F_DENSE] + moe * times[Column.F_MOE]
-        b = dense * times[Column.B_DENSE] + moe * times[Column.B_MOE]
-        b += again_d * times[Column.R_DENSE] + again_m * times[Column.R_MOE]
+        plain, recomputed, _ = chunk_layers(size, start, prefix, mode, num_recompute)
+        f = b = 0.0
+        for k in range(NUM_KINDS):
+            layers = plain[k] + recomputed[k]
+            f += layers * times[Column.FORWARD + k]
+            b += layers * times[Column.BACKWARD + k] + recomputed[k] * times[Column.AGAIN + k]
         if j == 0:
             f += times[Column.F_FIRST]
             b += times[Column.B_FIRST]
@@ -240,13 +246,11 @@ def sync_times(
     """Return the worst exposed synchronisation and the worst optimizer time over ranks, seconds."""
     worst_sync = worst_optimizer = 0.0
     for rank, row in enumerate(features):
-        dense = float(
-            row[Feature.DENSE] * params[Param.DENSE_OF_DENSE]
-            + row[Feature.MOE] * params[Param.DENSE_OF_MOE]
-            + row[Feature.FIRST] * params[Param.FIRST]
-            + row[Feature.LAST] * params[Param.LAST]
-        )
-        expert = float(row[Feature.MOE] * params[Param.EXPERT_OF_MOE])
+        dense = int(row[Feature.FIRST] * params[Param.FIRST] + row[Feature.LAST] * params[Param.LAST])
+        expert = 0
+        for k in range(NUM_KINDS):
+            dense += int(row[Feature.HELD + k] * params[Param.DENSE + k])
+            expert += int(row[Feature.HELD + k] * params[Param.EXPERT + k])
         comm = _bucketed(
             dense, times[Column.SYNC_ALPHA_DENSE], times[Column.SYNC_BETA_DENSE], times[Column.BUCKET]
         )
@@ -280,7 +284,7 @@ class Problem:
     """The arrays of one search: N nodes (degrees) and C candidates (a node with chunks, split, recompute).
 
     Args:
-        moe_prefix: (L+1,) int32, MoE layers before each layer.
+        prefix: (NUM_KINDS, L + 1) int32, layers of each kind before each layer.
         node_pp, node_m: (N,) int32.
         node_times: (N, NUM_COLUMNS) float64 seconds, see ``columns.Column``.
         node_params: (N, NUM_PARAMS) int64 elements per rank.
@@ -292,7 +296,7 @@ class Problem:
     def __init__(
         self,
         *,
-        moe_prefix: Int32,
+        prefix: Int32,
         node_pp: Int32,
         node_m: Int32,
         node_times: Float64,
@@ -306,7 +310,7 @@ class Problem:
         split_start: Int32,
         sizes: Int32,
     ) -> None:
-        self.moe_prefix = moe_prefix
+        self.prefix = prefix
         self.node_pp, self.node_m = node_pp, node_m
         self.node_times, self.node_params, self.node_memory = node_times, node_params, node_memory
         self.node, self.vpp, self.group = node, vpp, group
@@ -349,9 +353,9 @@ def bounds(problem: Problem) -> tuple[Float64, Float64, Int64, Int32, Int32]:
     for i in range(count):
         sizes, p, v, m, group, mode, num_recompute, node = problem.shape(i)
         times = problem.node_times[node]
-        features = stage_features(sizes, problem.moe_prefix, p, v, m, group, mode, num_recompute)
+        features = stage_features(sizes, problem.prefix, p, v, m, group, mode, num_recompute)
         peak[i], worst_rank[i], worst_phase[i] = peak_memory(features, problem.node_memory[node])
-        forward, backward = chunk_times(sizes, problem.moe_prefix, p, v, mode, num_recompute, times)
+        forward, backward = chunk_times(sizes, problem.prefix, p, v, mode, num_recompute, times)
         busy = [busy_time(forward, backward, p, v, rank) for rank in range(p)]
         sync, optimizer = sync_times(features, busy, times, problem.node_params[node])
         extra_s[i] = sync + optimizer
@@ -371,7 +375,7 @@ def smallest_block(problem: Problem, limit_bytes: int) -> Int32:
         if mode != RECOMPUTE_BLOCK:
             continue
         for layers in range(1, int(max(sizes))):
-            features = stage_features(sizes, problem.moe_prefix, p, v, m, group, mode, layers)
+            features = stage_features(sizes, problem.prefix, p, v, m, group, mode, layers)
             if peak_memory(features, problem.node_memory[node])[0] <= limit_bytes:
                 found[i] = layers
                 break
@@ -382,7 +386,7 @@ def step_time(problem: Problem, i: int, extra_s: float) -> float:
     """Return the simulated step time of candidate ``i``: pipeline makespan plus its additive part."""
     sizes, p, v, m, group, mode, num_recompute, node = problem.shape(i)
     times = problem.node_times[node]
-    forward, backward = chunk_times(sizes, problem.moe_prefix, p, v, mode, num_recompute, times)
+    forward, backward = chunk_times(sizes, problem.prefix, p, v, mode, num_recompute, times)
     return simulate(forward, backward, p, v, m, group, _p2p(times, v)) + extra_s
 
 

@@ -2,22 +2,23 @@
 from cython_dp._typedefs cimport float64_t, int32_t, int64_t
 
 
+cdef enum:
+    NUM_KINDS = 4            # columns.NUM_KINDS
+
 cdef struct Chunk:
-    int64_t plain_dense      # dense layers whose activations are kept
-    int64_t plain_moe        # MoE layers whose activations are kept
-    int64_t again_dense      # dense layers recomputed in backward
-    int64_t again_moe        # MoE layers recomputed in backward
-    int64_t units            # checkpointed units (each keeps its input)
+    int64_t plain[NUM_KINDS]     # layers of each kind whose activations are kept
+    int64_t again[NUM_KINDS]     # layers of each kind recomputed in backward
+    int64_t units                # checkpointed units (each keeps its input)
 
 
 cdef Chunk split_chunk(
-    int size, int start, const int32_t[::1] moe_prefix, int mode, int num_recompute) noexcept nogil
+    int size, int start, const int32_t[:, ::1] prefix, int mode, int num_recompute) noexcept nogil
 
 # Forwards of chunk `chunk` alive at the peak on `rank`.
 cdef int64_t alive_forwards(int p, int v, int m, int group, int rank, int chunk) noexcept nogil
 
 cdef void fill_times(
-    const int32_t[::1] sizes, const int32_t[::1] moe_prefix, int p, int v, int mode, int num_recompute,
+    const int32_t[::1] sizes, const int32_t[:, ::1] prefix, int p, int v, int mode, int num_recompute,
     const float64_t[::1] times, float64_t* forward, float64_t* backward) noexcept nogil
 
 cdef float64_t busy(

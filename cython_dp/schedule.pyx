@@ -8,16 +8,13 @@ import numpy as np
 from cython_dp._typedefs cimport float64_t, int32_t, int64_t
 
 cdef enum:
-    F_DENSE = 0
-    F_MOE = 1
-    B_DENSE = 2
-    B_MOE = 3
-    R_DENSE = 4
-    R_MOE = 5
-    F_FIRST = 6
-    B_FIRST = 7
-    F_LAST = 8
-    B_LAST = 9
+    FORWARD = 0
+    BACKWARD = 4
+    AGAIN = 8
+    F_FIRST = 12
+    B_FIRST = 13
+    F_LAST = 14
+    B_LAST = 15
 
 cdef enum:
     UNIFORM = 1
@@ -27,30 +24,20 @@ cdef float64_t BOUND_SAFETY = 1.0 - 1e-9
 
 
 cdef Chunk split_chunk(
-    int size, int start, const int32_t[::1] moe_prefix, int mode, int num_recompute
+    int size, int start, const int32_t[:, ::1] prefix, int mode, int num_recompute
 ) noexcept nogil:
     cdef Chunk chunk
-    cdef int moe = moe_prefix[start + size] - moe_prefix[start]
-    cdef int first, first_moe
-    chunk.plain_dense = size - moe
-    chunk.plain_moe = moe
-    chunk.again_dense = 0
-    chunk.again_moe = 0
+    cdef int k, again = 0
     chunk.units = 0
     if mode == UNIFORM and size > 0:
-        chunk.plain_dense = 0
-        chunk.plain_moe = 0
-        chunk.again_dense = size - moe
-        chunk.again_moe = moe
+        again = size
         chunk.units = (size + num_recompute - 1) // num_recompute
     elif mode == BLOCK:
-        first = num_recompute if num_recompute < size else size
-        first_moe = moe_prefix[start + first] - moe_prefix[start]
-        chunk.again_dense = first - first_moe
-        chunk.again_moe = first_moe
-        chunk.plain_dense -= chunk.again_dense
-        chunk.plain_moe -= first_moe
-        chunk.units = first
+        again = num_recompute if num_recompute < size else size
+        chunk.units = again
+    for k in range(NUM_KINDS):
+        chunk.again[k] = prefix[k, start + again] - prefix[k, start]
+        chunk.plain[k] = prefix[k, start + size] - prefix[k, start + again]
     return chunk
 
 
@@ -72,19 +59,21 @@ cdef int64_t alive_forwards(int p, int v, int m, int group, int rank, int chunk)
 
 
 cdef void fill_times(
-    const int32_t[::1] sizes, const int32_t[::1] moe_prefix, int p, int v, int mode, int num_recompute,
+    const int32_t[::1] sizes, const int32_t[:, ::1] prefix, int p, int v, int mode, int num_recompute,
     const float64_t[::1] times, float64_t* forward, float64_t* backward
 ) noexcept nogil:
-    cdef int j, start = 0
+    cdef int j, k, start = 0
     cdef Chunk chunk
     cdef float64_t f, b
+    cdef int64_t layers
     for j in range(p * v):
-        chunk = split_chunk(sizes[j], start, moe_prefix, mode, num_recompute)
-        f = (chunk.plain_dense + chunk.again_dense) * times[F_DENSE]
-        f += (chunk.plain_moe + chunk.again_moe) * times[F_MOE]
-        b = (chunk.plain_dense + chunk.again_dense) * times[B_DENSE]
-        b += (chunk.plain_moe + chunk.again_moe) * times[B_MOE]
-        b += chunk.again_dense * times[R_DENSE] + chunk.again_moe * times[R_MOE]
+        chunk = split_chunk(sizes[j], start, prefix, mode, num_recompute)
+        f = 0.0
+        b = 0.0
+        for k in range(NUM_KINDS):
+            layers = chunk.plain[k] + chunk.again[k]
+            f += layers * times[FORWARD + k]
+            b += layers * times[BACKWARD + k] + chunk.again[k] * times[AGAIN + k]
         if j == 0:
             f += times[F_FIRST]
             b += times[B_FIRST]

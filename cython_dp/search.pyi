@@ -6,7 +6,7 @@ class Problem:
     def __init__(
         self,
         *,
-        moe_prefix: Int32,
+        prefix: Int32,
         node_pp: Int32,
         node_m: Int32,
         node_times: Float64,

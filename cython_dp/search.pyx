@@ -6,41 +6,44 @@ from libc.stdlib cimport free, malloc
 import numpy as np
 
 from cython_dp._typedefs cimport float64_t, int32_t, int64_t
-from cython_dp.schedule cimport Chunk, alive_forwards, bound, busy, fill_times, run, split_chunk
+from cython_dp.schedule cimport NUM_KINDS, Chunk, alive_forwards, bound, busy, fill_times, run, split_chunk
 
 from cython_dp.columns import NUM_FEATURES as _NUM_FEATURES
+from cython_dp.columns import NUM_KINDS as _NUM_KINDS
 
 # Must equal ``columns.Feature`` / ``Column`` / ``Param``; tests compare both implementations on every column.
 cdef enum:
     ONE = 0
-    DENSE = 1
-    MOE = 2
-    FIRST = 3
-    LAST = 4
-    ONLY_DENSE = 5
-    ONLY_MOE = 6
-    BOTH = 7
-    LIVE_DENSE = 8
-    LIVE_MOE = 9
-    LIVE_UNITS = 10
-    LIVE_FIRST = 11
-    UNIT_DENSE = 12
-    UNIT_MOE = 13
-    UNIT_BOTH = 14
-    LIVE_CHUNKS = 15
-    NUM_FEATURES = 16
+    FIRST = 1
+    LAST = 2
+    ANY = 3
+    LIVE_FIRST = 4
+    LIVE_UNITS = 5
+    LIVE_CHUNKS = 6
+    LIVE_EDGES = 7
+    HELD = 8
+    LIVE = 12
+    HAS = 16
+    UNIT = 20
+    NUM_FEATURES = 24
 
 cdef enum:
-    P2P = 10
-    P2P_HIDDEN = 11
-    SYNC_ALPHA_DENSE = 12
-    SYNC_BETA_DENSE = 13
-    SYNC_ALPHA_EXPERT = 14
-    SYNC_BETA_EXPERT = 15
-    BUCKET = 16
-    SYNC_HIDDEN = 17
-    OPTIMIZER_DENSE = 18
-    OPTIMIZER_EXPERT = 19
+    P2P = 16
+    P2P_HIDDEN = 17
+    SYNC_ALPHA_DENSE = 18
+    SYNC_BETA_DENSE = 19
+    SYNC_ALPHA_EXPERT = 20
+    SYNC_BETA_EXPERT = 21
+    BUCKET = 22
+    SYNC_HIDDEN = 23
+    OPTIMIZER_DENSE = 24
+    OPTIMIZER_EXPERT = 25
+
+cdef enum:
+    DENSE_PARAMS = 0
+    EXPERT_PARAMS = 4
+    FIRST_PARAMS = 8
+    LAST_PARAMS = 9
 
 cdef enum:
     UNIFORM = 1
@@ -49,16 +52,16 @@ cdef enum:
 cdef float64_t DP_WINDOW_SHARE = 0.8
 cdef float64_t FILL_WEIGHT = 0.75
 
-if NUM_FEATURES != _NUM_FEATURES:
+if NUM_FEATURES != _NUM_FEATURES or NUM_KINDS != _NUM_KINDS:
     raise ImportError("cython_dp.search was built against another columns.py: rebuild the extension")
 
 
 cdef void rank_features(
-    const int32_t[::1] sizes, const int32_t[::1] starts, const int32_t[::1] moe_prefix,
+    const int32_t[::1] sizes, const int32_t[::1] starts, const int32_t[:, ::1] prefix,
     int p, int v, int m, int group, int mode, int num_recompute, int rank, int64_t* row
 ) noexcept nogil:
-    cdef int i, chunk, j
-    cdef int64_t alive, unit = 0, length, again_dense = 0, again_moe = 0
+    cdef int i, k, chunk, j
+    cdef int64_t alive, unit
     cdef Chunk part
     for i in range(NUM_FEATURES):
         row[i] = 0
@@ -67,33 +70,26 @@ cdef void rank_features(
     row[LAST] = rank == p - 1
     for chunk in range(v):
         j = chunk * p + rank
-        part = split_chunk(sizes[j], starts[j], moe_prefix, mode, num_recompute)
+        part = split_chunk(sizes[j], starts[j], prefix, mode, num_recompute)
         alive = alive_forwards(p, v, m, group, rank, chunk)
-        row[DENSE] += part.plain_dense + part.again_dense
-        row[MOE] += part.plain_moe + part.again_moe
-        row[LIVE_DENSE] += alive * part.plain_dense
-        row[LIVE_MOE] += alive * part.plain_moe
         row[LIVE_UNITS] += alive * part.units
         row[LIVE_CHUNKS] += alive
+        if sizes[j] > 0:
+            row[LIVE_EDGES] += alive
         if j == 0:
             row[LIVE_FIRST] += alive
-        if part.units > 0:
-            length = 1
-            if mode == UNIFORM:
-                length = num_recompute if num_recompute < sizes[j] else sizes[j]
-            if length > unit:
-                unit = length
-        again_dense += part.again_dense
-        again_moe += part.again_moe
-    row[ONLY_DENSE] = row[DENSE] > 0 and row[MOE] == 0
-    row[ONLY_MOE] = row[MOE] > 0 and row[DENSE] == 0
-    row[BOTH] = row[DENSE] > 0 and row[MOE] > 0
-    if again_dense > 0 and again_moe == 0:
-        row[UNIT_DENSE] = unit
-    elif again_moe > 0 and again_dense == 0:
-        row[UNIT_MOE] = unit
-    elif again_dense > 0:
-        row[UNIT_BOTH] = unit
+        unit = 1
+        if mode == UNIFORM:
+            unit = num_recompute if num_recompute < sizes[j] else sizes[j]
+        for k in range(NUM_KINDS):
+            row[HELD + k] += part.plain[k] + part.again[k]
+            row[LIVE + k] += alive * part.plain[k]
+            if part.again[k] > 0 and unit > row[UNIT + k]:
+                row[UNIT + k] = unit
+    for k in range(NUM_KINDS):
+        if row[HELD + k] > 0:
+            row[HAS + k] = 1
+            row[ANY] = 1
 
 
 cdef float64_t bucketed(float64_t params, float64_t alpha, float64_t beta, float64_t bucket) noexcept nogil:
@@ -108,7 +104,8 @@ cdef float64_t bucketed(float64_t params, float64_t alpha, float64_t beta, float
 cdef class Problem:
     """The arrays of one search; meaning and shapes as in ``reference.Problem``."""
 
-    cdef const int32_t[::1] moe_prefix, node_pp, node_m
+    cdef const int32_t[:, ::1] prefix
+    cdef const int32_t[::1] node_pp, node_m
     cdef const int32_t[::1] node, vpp, group, mode, num_recompute, split_start, sizes
     cdef const float64_t[:, ::1] node_times
     cdef const int64_t[:, ::1] node_params
@@ -117,10 +114,10 @@ cdef class Problem:
     cdef int max_chunks
 
     def __init__(
-        self, *, moe_prefix, node_pp, node_m, node_times, node_params, node_memory, node, vpp, group, mode,
+        self, *, prefix, node_pp, node_m, node_times, node_params, node_memory, node, vpp, group, mode,
         num_recompute, split_start, sizes
     ):
-        self.moe_prefix = moe_prefix
+        self.prefix = prefix
         self.node_pp = node_pp
         self.node_m = node_m
         self.node_times = node_times
@@ -193,7 +190,7 @@ cdef int64_t peak_of(
     cdef int64_t value, peak = -1
     for rank in range(p):
         rank_features(
-            sizes, scratch.starts, problem.moe_prefix, p, v, m, problem.group[i], problem.mode[i],
+            sizes, scratch.starts, problem.prefix, p, v, m, problem.group[i], problem.mode[i],
             num_recompute, rank, row
         )
         for phase in range(problem.node_memory.shape[1]):
@@ -229,14 +226,14 @@ cdef void bound_one(
     cdef float64_t* forward = scratch.times
     cdef float64_t* backward = scratch.times + scratch.chunks
     cdef int64_t row[NUM_FEATURES]
-    cdef int64_t value
+    cdef int64_t value, held, held_expert
     cdef float64_t dense, expert, comm, sync = 0.0, optimizer = 0.0, hop
     fill_starts(problem, scratch, i)
-    fill_times(sizes, problem.moe_prefix, p, v, mode, num_recompute, times, forward, backward)
+    fill_times(sizes, problem.prefix, p, v, mode, num_recompute, times, forward, backward)
     peak[0] = -1
     for rank in range(p):
         rank_features(
-            sizes, scratch.starts, problem.moe_prefix, p, v, m, group, mode, num_recompute, rank, row
+            sizes, scratch.starts, problem.prefix, p, v, m, group, mode, num_recompute, rank, row
         )
         for phase in range(problem.node_memory.shape[1]):
             value = 0
@@ -246,11 +243,14 @@ cdef void bound_one(
                 peak[0] = value
                 worst_rank[0] = rank
                 worst_phase[0] = phase
-        dense = <float64_t>(
-            row[DENSE] * problem.node_params[node, 0] + row[MOE] * problem.node_params[node, 1]
-            + row[FIRST] * problem.node_params[node, 3] + row[LAST] * problem.node_params[node, 4]
-        )
-        expert = <float64_t>(row[MOE] * problem.node_params[node, 2])
+        held = row[FIRST] * problem.node_params[node, FIRST_PARAMS]
+        held += row[LAST] * problem.node_params[node, LAST_PARAMS]
+        held_expert = 0
+        for k in range(NUM_KINDS):
+            held += row[HELD + k] * problem.node_params[node, DENSE_PARAMS + k]
+            held_expert += row[HELD + k] * problem.node_params[node, EXPERT_PARAMS + k]
+        dense = <float64_t>held
+        expert = <float64_t>held_expert
         comm = bucketed(dense, times[SYNC_ALPHA_DENSE], times[SYNC_BETA_DENSE], times[BUCKET])
         comm += bucketed(expert, times[SYNC_ALPHA_EXPERT], times[SYNC_BETA_EXPERT], times[BUCKET])
         sync = fmax(
@@ -277,7 +277,7 @@ cdef float64_t simulate_one(Problem problem, Scratch scratch, Py_ssize_t i, floa
     cdef float64_t* backward = scratch.times + scratch.chunks
     cdef float64_t makespan
     fill_times(
-        problem.sizes[offset:offset + p * v], problem.moe_prefix, p, v, problem.mode[i],
+        problem.sizes[offset:offset + p * v], problem.prefix, p, v, problem.mode[i],
         problem.num_recompute[i], times, forward, backward
     )
     makespan = run(

@@ -15,6 +15,7 @@ from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import BlockChoice
+from nest_megatron.specs.model import BlockKind
 
 #: Backward host time relative to forward (time_model.md section 2, "Host floor").
 BACKWARD_HOST_FACTOR = 1.2
@@ -52,13 +53,9 @@ class BlockTime:
 class GraphTime:
     """Times of every block of a LayerGraph."""
 
-    dense: BlockTime
-    moe: BlockTime
+    layers: dict[BlockKind, BlockTime]
     embedding: BlockTime
     head: BlockTime
-
-
-NOTHING = BlockTime(forward_s=0.0, backward_s=0.0, recompute_s=0.0)
 
 
 class BlockPricer:
@@ -81,16 +78,13 @@ class BlockPricer:
     def graph(self, graph: LayerGraph, hidden: HiddenShares) -> GraphTime:
         """Return the time of each block of ``graph``."""
         return GraphTime(
-            dense=self._layer(graph, "dense", hidden),
-            moe=self._layer(graph, "moe", hidden),
+            layers={kind: self._layer(graph, kind, hidden) for kind in graph.blocks},
             embedding=self._block(graph.embedding, graph.choice, hidden, host_s=0.0),
             head=self._block(graph.head, graph.choice, hidden, host_s=0.0),
         )
 
-    def _layer(self, graph: LayerGraph, kind: str, hidden: HiddenShares) -> BlockTime:
-        block = graph.blocks.get(kind)  # type: ignore[call-overload]
-        if block is None:
-            return NOTHING
+    def _layer(self, graph: LayerGraph, kind: BlockKind, hidden: HiddenShares) -> BlockTime:
+        block = graph.blocks[kind]
         profile = self.job.profile
         host_s = 0.0 if self.job.kernels.cuda_graphs else profile.host_floor_s
         if kind == "moe":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cython_dp import NUM_FEATURES, Feature
+from cython_dp import NUM_FEATURES, NUM_KINDS, Feature
 from nest_megatron.specs.cluster import Accelerator
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.plan import Band
@@ -21,12 +21,11 @@ from nest_megatron.units import KIB, MIB
 
 Int64 = npt.NDArray[np.int64]
 
-#: Phases whose sums are compared; a stage peaks in one of them (memory_model.md 2.7).
-PHASES = ("forward-backward, loss", "forward-backward, layer", "optimizer step")
-_LOSS, _LAYER, _STEP = (1, 0, 0), (0, 1, 0), (0, 0, 1)
-_ALL, _RUNNING = (1, 1, 1), (1, 1, 0)
+#: Phases whose sums are compared (memory_model.md 2.7); ``layer`` once per layer kind.
+LOSS, STEP, LAYER = "forward-backward, loss", "optimizer step", "forward-backward, layer"
+_ALL, _RUNNING, _LOSS, _LAYER, _STEP = (LOSS, STEP, LAYER), (LOSS, LAYER), (LOSS,), (LAYER,), (STEP,)
 #: Term -> the phases it is alive in.
-TERMS: dict[str, tuple[int, int, int]] = {
+TERMS: dict[str, tuple[str, ...]] = {
     "weights": _ALL,
     "gradients": _ALL,
     "optimizer": _ALL,
@@ -91,14 +90,13 @@ def _ceil_div(a: Int64, b: Int64) -> Int64:
 def _state_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> None:
     """Weights, gradients, optimizer (memory_model.md 2.2): shards span dp * cp, experts' edp."""
     recipe, one = job.recipe, np.ones_like(nodes.shard)
-    last = at["parameters_last_norm"] + _output_parameters(at, nodes, job)
-    held = (
-        (Feature.DENSE, at["dense_parameters_dense"], nodes.shard),
-        (Feature.MOE, at["dense_parameters_moe"], nodes.shard),
-        (Feature.MOE, at["expert_parameters_moe"], nodes.expert_shard),
+    held = [
         (Feature.FIRST, at["parameters_first"], nodes.shard),
-        (Feature.LAST, last, nodes.shard),
-    )
+        (Feature.LAST, at["parameters_last_norm"] + output_parameters(at, nodes, job), nodes.shard),
+    ]
+    for k in range(NUM_KINDS):
+        held.append((Feature.HELD + k, at["dense_parameters"][:, k], nodes.shard))
+        held.append((Feature.HELD + k, at["expert_parameters"][:, k], nodes.expert_shard))
     for feature, parameters, shard in held:
         weights_shard = np.where(nodes.sharding >= 3, shard, one)
         grads_shard = np.where(nodes.sharding >= 2, shard, one)
@@ -108,11 +106,14 @@ def _state_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeCo
         terms["optimizer"][:, feature] += _ceil_div(recipe.optimizer_bytes * parameters, state_shard)
         terms["step temporaries"][:, feature] += _ceil_div(recipe.step_extra_bytes * parameters, state_shard)
     copies = terms["low-precision weight copies"]
-    copies[:, Feature.DENSE] = recipe.cached_weight_bytes * at["gemm_weights_dense"]
-    copies[:, Feature.MOE] = recipe.cached_weight_bytes * at["gemm_weights_moe"]
+    copies[:, _slots(Feature.HELD)] = recipe.cached_weight_bytes * at["gemm_weights"]
 
 
-def _output_parameters(at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> Int64:
+def _slots(feature: Feature) -> slice:
+    return slice(feature, feature + NUM_KINDS)
+
+
+def output_parameters(at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> Int64:
     """Return the output layer's own parameters: none when it shares the embedding on the same rank."""
     if not job.model.tied_embeddings:
         return at["parameters_output"]
@@ -138,9 +139,8 @@ def _workspace_terms(
     if recipe.wgrad_fusion and job.kernels.transformer_engine:
         # TE caches one dummy gradient per distinct weight shape (memory_model.md section 0, term 1).
         dummy = terms["dummy weight gradients"]
-        dummy[:, Feature.ONLY_DENSE] = recipe.weight_bytes * at["distinct_weights_dense"]
-        dummy[:, Feature.ONLY_MOE] = recipe.weight_bytes * at["distinct_weights_moe"]
-        dummy[:, Feature.BOTH] = recipe.weight_bytes * at["distinct_weights_both"]
+        dummy[:, Feature.ANY] = recipe.weight_bytes * at["shared_weights"]
+        dummy[:, _slots(Feature.HAS)] = recipe.weight_bytes * at["own_weights"]
         if not model.tied_embeddings:
             dummy[:, Feature.LAST] = recipe.weight_bytes * at["parameters_output"]
 
@@ -150,38 +150,49 @@ def _activation_terms(
 ) -> None:
     """In-flight activations, boundary buffers, loss, recomputed unit and layer backward (2.3-2.7)."""
     activations = terms["activations"]
-    activations[:, Feature.LIVE_DENSE] = at["saved_dense_bytes"]
-    activations[:, Feature.LIVE_MOE] = at["saved_moe_bytes"]
-    activations[:, Feature.LIVE_UNITS] = at["unit_input_bytes"]
+    activations[:, _slots(Feature.LIVE)] = at["saved_bytes"]
+    activations[:, Feature.LIVE_UNITS] = at["boundary_bytes"]
     activations[:, Feature.LIVE_FIRST] = at["saved_first_bytes"]
     activations[:, Feature.LAST] = at["saved_last_bytes"]
-    activations[:, Feature.FIRST] = _IDS_BYTES_PER_TOKEN * (
-        at["boundary_bytes"] // (job.recipe.activation_bytes * job.model.hidden_size)
-    )
+    activations[:, Feature.FIRST] = _IDS_BYTES_PER_TOKEN * at["tokens"]
     terms["pipeline buffers"][:, Feature.ONE] = np.where(
         nodes.pp > 1, _PIPELINE_BUFFERS * at["boundary_bytes"], 0
     )
     terms["loss and logits"][:, Feature.LAST] = at["loss_bytes"]
-    unit = terms["recomputed unit"]
-    unit[:, Feature.UNIT_DENSE] = at["saved_dense_bytes"]
-    unit[:, Feature.UNIT_MOE] = at["saved_moe_bytes"]
-    unit[:, Feature.UNIT_BOTH] = np.maximum(at["saved_dense_bytes"], at["saved_moe_bytes"])
-    backward = terms["layer backward"]
-    backward[:, Feature.ONE] = 2 * at["boundary_bytes"]
-    backward[:, Feature.ONLY_DENSE] = at["transient_dense_bytes"]
-    backward[:, Feature.ONLY_MOE] = at["transient_moe_bytes"]
-    backward[:, Feature.BOTH] = np.maximum(at["transient_dense_bytes"], at["transient_moe_bytes"])
+    terms["recomputed unit"][:, _slots(Feature.UNIT)] = at["saved_bytes"]
+    terms["layer backward"][:, _slots(Feature.HAS)] = (
+        at["transient_bytes"] + 2 * at["boundary_bytes"][:, None]
+    )
 
 
-def phase_coefficients(terms: Mapping[str, Int64]) -> Int64:
-    """Return (N, phases, NUM_FEATURES): the terms summed over those alive in each phase."""
+def phases(num_kinds: int) -> tuple[str, ...]:
+    """Return the phases of a model with ``num_kinds`` layer kinds, in the order of ``phase_coefficients``."""
+    return (LOSS, STEP, *(LAYER for _ in range(num_kinds)))
+
+
+def phase_coefficients(terms: Mapping[str, Int64], num_kinds: int) -> Int64:
+    """Return (N, phases, NUM_FEATURES): the terms summed over those alive in each phase.
+
+    A layer phase sees one kind's recomputed unit and backward only: the peak is the largest over kinds.
+    """
     some = next(iter(terms.values()))
-    total = np.zeros((some.shape[0], len(PHASES), some.shape[1]), dtype=np.int64)
+    names = phases(num_kinds)
+    total = np.zeros((some.shape[0], len(names), NUM_FEATURES), dtype=np.int64)
     for name, values in terms.items():
-        for phase, alive in enumerate(TERMS[name]):
-            if alive:
-                total[:, phase, :] += values
+        for phase, phase_name in enumerate(names):
+            if phase_name in TERMS[name]:
+                total[:, phase, :] += values * term_mask(name, phase)
     return total
+
+
+def term_mask(term: str, phase: int) -> Int64:
+    """Return (NUM_FEATURES,) 0/1: the features of ``term`` that count in phase number ``phase``."""
+    mask = np.ones(NUM_FEATURES, dtype=np.int64)
+    if TERMS[term] == _LAYER:
+        kind = phase - len((LOSS, STEP))
+        for feature in (Feature.HAS, Feature.UNIT):
+            mask[_slots(feature)] = np.arange(NUM_KINDS) == kind
+    return mask
 
 
 def device_bytes(allocated_bytes: Int64, job: TrainJob) -> Int64:

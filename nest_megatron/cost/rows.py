@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from cython_dp import NUM_KINDS
 from nest_megatron.graph.layer_graph import Block, LayerGraph
 from nest_megatron.specs.job import TrainJob
 
@@ -18,75 +20,73 @@ Int64 = npt.NDArray[np.int64]
 class MemoryRow:
     """Bytes and parameter counts of one rank under one BlockChoice; the linear memory model's inputs.
 
-    Suffixes name the block kind: ``_dense`` and ``_moe`` per layer, ``_first`` and ``_last`` per end.
+    Tuples have one entry per layer-kind slot (``ModelSpec.kinds``, padded to NUM_KINDS); the rest are per
+    embedding (``_first``), head (``_last``) or rank.
+
+    Attributes:
+        shared_weights: elements of the weight shapes that every kind has; ``own_weights`` the others.
     """
 
-    dense_parameters_dense: int
-    dense_parameters_moe: int
-    expert_parameters_moe: int
+    dense_parameters: tuple[int, ...]
+    expert_parameters: tuple[int, ...]
+    gemm_weights: tuple[int, ...]
+    own_weights: tuple[int, ...]
+    saved_bytes: tuple[int, ...]
+    transient_bytes: tuple[int, ...]
+    shared_weights: int
     parameters_first: int
     parameters_last_norm: int
     parameters_output: int
-    gemm_weights_dense: int
-    gemm_weights_moe: int
-    saved_dense_bytes: int
-    saved_moe_bytes: int
-    unit_input_bytes: int
-    transient_dense_bytes: int
-    transient_moe_bytes: int
     saved_first_bytes: int
     saved_last_bytes: int
     loss_bytes: int
     boundary_bytes: int
-    distinct_weights_dense: int
-    distinct_weights_moe: int
-    distinct_weights_both: int
+    tokens: int
     score_buffer_bytes: int
 
 
 def memory_row(job: TrainJob, graph: LayerGraph) -> MemoryRow:
     """Return the memory row of ``graph``; formulas are the templates' (research/memory_model.md 2.1-2.6)."""
-    empty = Block(kind="none", operators=())
-    dense, moe = graph.blocks.get("dense", empty), graph.blocks.get("moe", empty)
-    head, embedding = graph.head, graph.embedding
-    choice = graph.choice
+    blocks = [graph.blocks[kind] for kind in job.model.kinds]
+    head, embedding, choice = graph.head, graph.embedding, graph.choice
     tokens = choice.micro_batch * job.sequence_length // choice.cp
     sharded = tokens // choice.tp if choice.sequence_parallel else tokens
-    hidden_bytes = job.recipe.activation_bytes * sharded * job.model.hidden_size
     output = next(op for op in head.operators if op.name == "output_layer")
     loss = next(op for op in head.operators if op.name == "loss")
+    shapes = [{(op.n, op.k) for op in block.weights()} for block in blocks]
+    shared = set.intersection(*shapes)
     return MemoryRow(
-        dense_parameters_dense=dense.dense_parameters,
-        dense_parameters_moe=moe.dense_parameters,
-        expert_parameters_moe=moe.expert_parameters,
+        dense_parameters=_slots(block.dense_parameters for block in blocks),
+        expert_parameters=_slots(block.expert_parameters for block in blocks),
+        gemm_weights=_slots(_gemm_elements(block) for block in blocks),
+        own_weights=_slots(_elements(shape - shared) for shape in shapes),
+        saved_bytes=_slots(block.saved_bytes for block in blocks),
+        transient_bytes=_slots(block.transient_bytes for block in blocks),
+        shared_weights=_elements(shared),
         parameters_first=embedding.dense_parameters,
         parameters_last_norm=head.dense_parameters - output.parameters,
         parameters_output=output.parameters,
-        gemm_weights_dense=_gemm_elements(dense),
-        gemm_weights_moe=_gemm_elements(moe),
-        saved_dense_bytes=dense.saved_bytes,
-        saved_moe_bytes=moe.saved_bytes,
-        unit_input_bytes=hidden_bytes,
-        transient_dense_bytes=dense.transient_bytes,
-        transient_moe_bytes=moe.transient_bytes,
         saved_first_bytes=embedding.saved_bytes,
         saved_last_bytes=head.operators[0].saved_bytes,
         loss_bytes=loss.transient_bytes,
-        boundary_bytes=hidden_bytes,
-        distinct_weights_dense=_distinct_elements(dense),
-        distinct_weights_moe=_distinct_elements(moe),
-        distinct_weights_both=_distinct_elements(dense, moe),
-        score_buffer_bytes=_score_buffer(dense if dense.operators else moe),
+        boundary_bytes=job.recipe.activation_bytes * sharded * job.model.hidden_size,
+        tokens=tokens,
+        score_buffer_bytes=max(_score_buffer(block) for block in blocks),
     )
+
+
+def _slots(values: Iterable[int]) -> tuple[int, ...]:
+    """Return ``values`` padded with zeros to one entry per kind slot."""
+    known = tuple(values)
+    return known + (0,) * (NUM_KINDS - len(known))
 
 
 def _gemm_elements(block: Block) -> int:
     return sum(op.parameters for op in block.weights())
 
 
-def _distinct_elements(*blocks: Block) -> int:
-    """Return the elements of one copy of every distinct weight shape; experts count one matrix each."""
-    shapes = {(op.n, op.k) for block in blocks for op in block.weights()}
+def _elements(shapes: set[tuple[int, int]]) -> int:
+    """Return the elements of one copy of every weight shape; experts count one matrix each."""
     return sum(n * k for n, k in shapes)
 
 
@@ -99,6 +99,6 @@ def _score_buffer(block: Block) -> int:
 
 
 def columns(rows: list[Any]) -> dict[str, Int64]:
-    """Return one int64 array per field of a list of equal dataclass rows."""
+    """Return one int64 array per field of a list of dataclass rows: (R,), or (R, NUM_KINDS) for tuples."""
     names = [field.name for field in fields(rows[0])]
     return {name: np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in names}

@@ -10,9 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cython_dp import NUM_COLUMNS, NUM_PARAMS, Column, Param
+from cython_dp import NUM_COLUMNS, NUM_KINDS, NUM_PARAMS, Column, Param
 from nest_megatron.cost.blocks import BlockPricer, GraphTime
-from nest_megatron.cost.memory import SHARDING_CODES, NodeColumns, memory_terms, phase_coefficients
+from nest_megatron.cost.memory import (
+    SHARDING_CODES,
+    NodeColumns,
+    memory_terms,
+    output_parameters,
+    phase_coefficients,
+)
 from nest_megatron.cost.overlap import HiddenShares
 from nest_megatron.cost.rows import MemoryRow, columns, memory_row
 from nest_megatron.graph.templates import layer_graph
@@ -100,7 +106,7 @@ class CostModel:
         return CostTables(
             node_times=times,
             node_params=self._node_params(memory, nodes),
-            node_memory=phase_coefficients(terms),
+            node_memory=phase_coefficients(terms, len(self.job.model.kinds)),
             terms=terms,
         )
 
@@ -120,22 +126,19 @@ class CostModel:
 
     def _node_params(self, memory: dict[str, Int64], nodes: NodeColumns) -> Int64:
         at = {name: values[nodes.row] for name, values in memory.items()}
-        output = at["parameters_output"]
-        if self.job.model.tied_embeddings:
-            output = np.where(nodes.pp > 1, output, 0)
         params = np.zeros((len(nodes.row), NUM_PARAMS), dtype=np.int64)
-        params[:, Param.DENSE_OF_DENSE] = at["dense_parameters_dense"]
-        params[:, Param.DENSE_OF_MOE] = at["dense_parameters_moe"]
-        params[:, Param.EXPERT_OF_MOE] = at["expert_parameters_moe"]
+        params[:, Param.DENSE : Param.DENSE + NUM_KINDS] = at["dense_parameters"]
+        params[:, Param.EXPERT : Param.EXPERT + NUM_KINDS] = at["expert_parameters"]
         params[:, Param.FIRST] = at["parameters_first"]
-        params[:, Param.LAST] = at["parameters_last_norm"] + output
+        params[:, Param.LAST] = at["parameters_last_norm"] + output_parameters(at, nodes, self.job)
         return params
 
     def _fill_times(self, times: Float64, layout: Layout, row: Row) -> None:
         graph = row.time
-        times[Column.F_DENSE], times[Column.B_DENSE] = graph.dense.forward_s, graph.dense.backward_s
-        times[Column.F_MOE], times[Column.B_MOE] = graph.moe.forward_s, graph.moe.backward_s
-        times[Column.R_DENSE], times[Column.R_MOE] = graph.dense.recompute_s, graph.moe.recompute_s
+        for k, kind in enumerate(self.job.model.kinds):
+            layer = graph.layers[kind]
+            times[Column.FORWARD + k], times[Column.BACKWARD + k] = layer.forward_s, layer.backward_s
+            times[Column.AGAIN + k] = layer.recompute_s
         times[Column.F_FIRST], times[Column.B_FIRST] = graph.embedding.forward_s, graph.embedding.backward_s
         times[Column.F_LAST], times[Column.B_LAST] = graph.head.forward_s, graph.head.backward_s
         hidden = HiddenShares.of(self.job.profile, layout.overlap)

@@ -52,11 +52,23 @@ class ConfigView:
     Keys are dotted and relative to the prefix; a missing key, null and ``???`` all read as None.
     """
 
-    def __init__(self, config: DictConfig, *, prefix: str = "", overridden: Iterable[str] = ()) -> None:
+    def __init__(
+        self, config: DictConfig, *, prefix: str = "", mount: str = "", overridden: Iterable[str] = ()
+    ) -> None:
+        """Create the view.
+
+        Args:
+            config: is not changed.
+            prefix: dotted path below which keys are looked up, with its trailing dot.
+            mount: name under which the whole of ``config`` lies once its application composes it; its own
+                interpolations use that name.
+            overridden: full dotted keys that the command line sets.
+        """
         self._config = config
         self._root: Any = _plain(config)
         self._overridden = frozenset(overridden)
         self._steps = 0
+        self._mount = mount
         self.prefix = prefix
 
     def edited(self, edits: Mapping[str, Any]) -> ConfigView:
@@ -246,6 +258,8 @@ class ConfigView:
     def _locate(self, path: Path, stack: tuple[Path, ...]) -> tuple[Path, Any]:
         """Return where ``path`` really is and its stored value; sections that are references are followed."""
         node: Any = self._root
+        if self._mount and path[:1] == (self._mount,) and self._mount not in node:
+            path = path[1:]
         for depth, part in enumerate(path):
             if isinstance(node, str):
                 target = _reference(node, path[:depth])

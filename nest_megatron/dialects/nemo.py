@@ -60,20 +60,32 @@ _FIELD_KEYS: tuple[tuple[str, tuple[str, ...]], ...] = (
 class NemoDialect:
     """Reads and writes NeMo's own Hydra configurations."""
 
-    def __init__(self, *, name: str = "nemo", prefix: str = "") -> None:
+    def __init__(self, *, name: str = "nemo", prefix: str = "", mount: str = "") -> None:
         """Create the dialect.
 
         Args:
             name: what ``registry.by_name`` knows it as.
             prefix: dotted path below which the configuration lies, with its trailing dot; the NeMo launcher
                 keeps the same keys below ``training.``.
+            mount: name by which the configuration's own interpolations call its root.
         """
         self.name = name
         self.prefix = prefix
+        self.mount = mount
+
+    def view(self, config: DictConfig, overrides: Sequence[str] = ()) -> ConfigView:
+        """Return the view of ``config`` that this dialect reads.
+
+        Raises:
+            BadInputError: the configuration, or an override, cannot be read.
+        """
+        return ConfigView(
+            config, prefix=self.prefix, mount=self.mount, overridden=overridden_keys(overrides)
+        )
 
     def detect(self, config: DictConfig) -> bool:
         """Return whether ``config`` has NeMo's ``trainer`` and ``model`` sections, or serves a GPT model."""
-        view = ConfigView(config, prefix=self.prefix)
+        view = self.view(config)
         trainer = _section(view, "trainer")
         if trainer is None or "strategy" in trainer:
             return False  # NeMo 2.x recipes put the parallel sizes into trainer.strategy
@@ -93,7 +105,7 @@ class NemoDialect:
         Raises:
             BadInputError: a value is missing or has no meaning, or the job is of a kind that is not planned.
         """
-        view = ConfigView(config, prefix=self.prefix, overridden=overridden_keys(overrides))
+        view = self.view(config, overrides)
         refuse_unplanned(view)
         return _Reader(view, settings).job(self.name)
 
@@ -108,7 +120,7 @@ class NemoDialect:
         Raises:
             BadInputError: this version cannot express ``layout``.
         """
-        return layout_edits(ConfigView(config, prefix=self.prefix), job, layout)
+        return layout_edits(self.view(config), job, layout)
 
 
 def overridden_keys(overrides: Sequence[str]) -> frozenset[str]:

@@ -17,7 +17,7 @@ from cython_dp import Problem, best_first, bounds, smallest_block
 from nest_megatron.cost.memory import memory_limits
 from nest_megatron.cost.tables import CostModel, CostTables
 from nest_megatron.errors import Factor, NoPlanError
-from nest_megatron.planner.evaluate import moe_prefix
+from nest_megatron.planner.breakdown import kind_prefix
 from nest_megatron.planner.space import Space, enumerate_space
 from nest_megatron.rules import RULES
 from nest_megatron.rules.base import FIELDS
@@ -118,7 +118,7 @@ def _solve(job: TrainJob, cluster: Cluster, space: Space) -> _Searched:
 def _problem(job: TrainJob, tables: CostTables, space: Space) -> Problem:
     """Return the solver's problem over every candidate of ``space``."""
     return Problem(
-        moe_prefix=moe_prefix(job),
+        prefix=kind_prefix(job),
         node_pp=np.array([node.pp for node in space.nodes], dtype=np.int32),
         node_m=np.array([node.num_micro_batches for node in space.nodes], dtype=np.int32),
         node_times=tables.node_times,

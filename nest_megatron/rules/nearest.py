@@ -130,7 +130,7 @@ def _domain(job: TrainJob, layout: Layout, axis: str) -> Iterator[tuple[Any, str
             yield from _recompute_domain(job, layout)
         case "layers":
             for shape in layer_shapes(job.model.num_layers, layout.pp, layout.vpp):
-                yield shape, f"layers={_short(shape)}", math.log(1 + max(shape) - min(shape))
+                yield shape, f"layers={shape_text(shape)}", math.log(1 + max(shape) - min(shape))
         case _:
             old = max(1, getattr(layout, axis))
             for value in _degree_domain(job, layout, axis):
@@ -213,7 +213,7 @@ def _uneven_ends(num_layers: int, pp: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *(middle,) * (pp - 2), ends - first)
 
 
-def _short(shape: tuple[int, ...]) -> str:
+def shape_text(shape: tuple[int, ...]) -> str:
     """Return run lengths, for example ``4+8*7``."""
     runs = ((count, len(list(group))) for count, group in groupby(shape))
     return "+".join(str(count) if times == 1 else f"{count}*{times}" for count, times in runs)

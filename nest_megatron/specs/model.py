@@ -113,6 +113,11 @@ class ModelSpec:
         pattern = (0,) * self.num_layers if self.moe is None else self.moe.layer_pattern
         return tuple(kinds[bool(flag)] for flag in pattern)
 
+    @property
+    def kinds(self) -> tuple[BlockKind, ...]:
+        """The distinct block kinds, in order of first appearance: the solver's kind slots."""
+        return tuple(dict.fromkeys(self.layer_kinds))
+
     def padded_vocab_size(self, tp: int) -> int:
         """Return the vocabulary rounded up to ``make_vocab_size_divisible_by * tp`` (memory_model.md 2.1)."""
         multiple = self.make_vocab_size_divisible_by * tp

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cython_dp import reference
-from cython_dp.columns import Feature
+from cython_dp.columns import NUM_KINDS, Feature
 from tests.dp.conftest import random_problem
 
 
@@ -43,25 +43,32 @@ def test_slack_keeps_every_near_optimum(solver, seed: int) -> None:
     assert np.isfinite(simulated[near]).all()
 
 
+def prefix_of(kinds: list[int]) -> np.ndarray:
+    """Return the layers of each kind before each layer."""
+    flags = np.array(kinds) == np.arange(NUM_KINDS)[:, None]
+    counts = np.concatenate([np.zeros((NUM_KINDS, 1)), np.cumsum(flags, axis=1)], axis=1)
+    return counts.astype(np.int32)
+
+
 def test_features_account_for_every_layer() -> None:
     """The layers counted over all ranks are the model's, for every recompute mode."""
-    prefix = [0, 0, 1, 1, 2, 3, 3, 4, 4]
-    sizes = [3, 1, 2, 2]
+    kinds = [0, 1, 0, 1, 2, 0, 3, 0]
     for mode in (0, 1, 2):
-        features = reference.stage_features(sizes, prefix, 2, 2, 4, 2, mode, 2)
-        assert features[:, Feature.DENSE].sum() == 4
-        assert features[:, Feature.MOE].sum() == 4
+        features = reference.stage_features([3, 1, 2, 2], prefix_of(kinds), 2, 2, 4, 2, mode, 2)
+        held = features[:, Feature.HELD : Feature.HELD + NUM_KINDS].sum(axis=0)
+        assert held.tolist() == [4, 2, 1, 1]
         assert features[:, Feature.FIRST].tolist() == [1, 0]
         assert features[:, Feature.LAST].tolist() == [0, 1]
 
 
 def test_full_recompute_keeps_units_instead_of_layers() -> None:
     """Uniform recompute of one layer keeps one unit per layer in flight and no plain layer."""
-    plain = reference.stage_features([4, 4], [0] * 9, 2, 1, 8, 2, 0, 1)
-    again = reference.stage_features([4, 4], [0] * 9, 2, 1, 8, 2, 1, 1)
-    np.testing.assert_array_equal(again[:, Feature.LIVE_UNITS], plain[:, Feature.LIVE_DENSE])
-    assert again[:, Feature.LIVE_DENSE].sum() == 0
-    assert again[:, Feature.UNIT_DENSE].tolist() == [1, 1]
+    prefix = prefix_of([0] * 8)
+    plain = reference.stage_features([4, 4], prefix, 2, 1, 8, 2, 0, 1)
+    again = reference.stage_features([4, 4], prefix, 2, 1, 8, 2, 1, 1)
+    np.testing.assert_array_equal(again[:, Feature.LIVE_UNITS], plain[:, Feature.LIVE])
+    assert again[:, Feature.LIVE].sum() == 0
+    assert again[:, Feature.UNIT].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -70,9 +77,9 @@ def test_smallest_block_is_the_smallest_that_fits(compiled, seed: int) -> None:
     arrays = random_problem(seed)
     # A recomputed layer keeps its input only, which is never more than what the layer would have saved.
     memory = arrays["node_memory"]
-    least = np.minimum(memory[:, :, Feature.LIVE_DENSE], memory[:, :, Feature.LIVE_MOE])
+    least = memory[:, :, Feature.LIVE : Feature.LIVE + NUM_KINDS].min(axis=2)
     memory[:, :, Feature.LIVE_UNITS] = least // 3
-    memory[:, :, Feature.UNIT_DENSE : Feature.UNIT_BOTH + 1] = 0
+    memory[:, :, Feature.UNIT : Feature.UNIT + NUM_KINDS] = 0
     peaks = reference.bounds(reference.Problem(**arrays))[2]
     limit = int(np.median(peaks))
     fast = compiled.smallest_block(compiled.Problem(**arrays), limit)

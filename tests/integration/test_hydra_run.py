@@ -212,13 +212,6 @@ def test_check_stops_what_would_not_run(app: App, override: str) -> None:
     assert (ended.code, ended.received) == (1, None), ended.text
 
 
-def test_sweep_is_refused(app: App) -> None:
-    """A sweep would train unplanned jobs, so it ends with a sentence instead."""
-    ended = app.run(*LLAMA, "--multirun", "+nest=auto", "model.global_batch_size=128,256")
-    assert (ended.code, ended.received) == (2, None)
-    assert "sweeps" in ended.err
-
-
 def test_environment_of_the_plan_is_set(app: App) -> None:
     """The task has every variable of the plan, over hydra.job.env_set too; a replaced value is named."""
     ended = app.run(
