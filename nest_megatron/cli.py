@@ -1,4 +1,4 @@
-"""The command line: ``nest-megatron plan`` and ``nest-megatron check``.
+"""The command line: ``nest-megatron plan``, ``check``, ``explain``.
 
 Imports stay light, so that ``--help`` answers at once: everything else is imported when a command runs.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from nest_megatron.pipeline import Check
+    from nest_megatron.planner.explain import Explanation
     from nest_megatron.specs.plan import PlanFailure
     from nest_megatron.specs.settings import PlanSettings
 
@@ -29,10 +30,12 @@ TRACEBACK_VARIABLE = "NEST_TRACEBACK"
 
 STDOUT = "-"
 _MIN_WIDTH, _MAX_WIDTH = 80, 160
+#: Type that an axis option demands -> how its value looks.
+_FORMS: dict[type, str] = {bool: "true or false", object: "one value, or [a,b]"}
 
 _EXIT_CODES = """exit codes:
-  0  plan: a plan was made           check: the layout is legal and fits
-  1  plan: no layout is legal and fits, or a defect of the planner
+  0  plan: a plan was made           check: the layout is legal and fits    explain: answered
+  1  plan, explain: no layout is legal and fits, or a defect of the planner
      check: the layout is illegal or does not fit
   2  the input cannot be used: file, key, value or option
 """
@@ -77,6 +80,22 @@ def _parser() -> argparse.ArgumentParser:
         "--write-config", metavar="OUT", help="write the configuration with the plan's edits as YAML"
     )
     _command(commands, "check", "judge the layout of the configuration as it is", run_check)
+    why = _command(commands, "explain", "answer why the plan is not another layout", run_explain)
+    why.add_argument(
+        "--why",
+        action="extend",
+        nargs="+",
+        required=True,
+        metavar="AXIS=VALUE",
+        help="the axes that are different in the layout you ask about; overrides go before this option",
+    )
+    why.add_argument(
+        "--from",
+        dest="base",
+        choices=("plan", "user"),
+        default="plan",
+        help="the layout that is varied and compared with: the plan's, or the configuration's own",
+    )
     return parser
 
 
@@ -170,6 +189,39 @@ def run_check(arguments: argparse.Namespace) -> int:
     return check.exit_code
 
 
+def run_explain(arguments: argparse.Namespace) -> int:
+    """Answer one question about a layout, write what was asked for, print the report."""
+    why = _assignments("--why", arguments.why)
+    config, loading, settings = _inputs(arguments)
+
+    from nest_megatron.pipeline import explain_config
+    from nest_megatron.report.explain import render_explanation
+
+    explanation = explain_config(
+        config,
+        why=why,
+        base=arguments.base,
+        overrides=arguments.overrides,
+        settings=settings,
+        source=arguments.config,
+    )
+    if arguments.json is not None:
+        _write(arguments.json, _explanation_json(explanation, loading))
+    _report(lambda console: render_explanation(explanation, console=console, assumptions=loading), arguments)
+    return EXIT_OK
+
+
+def _explanation_json(explanation: Explanation, loading: Sequence[str]) -> str:
+    import json
+
+    from nest_megatron.specs import codec
+    from nest_megatron.specs.plan import SCHEMA
+
+    record = {"schema": SCHEMA, **codec.to_plain(explanation)}
+    record["assumptions"] = [*loading, *explanation.assumptions]
+    return json.dumps(record, indent=2) + "\n"
+
+
 def _inputs(arguments: argparse.Namespace) -> tuple[DictConfig, tuple[str, ...], PlanSettings]:
     from nest_megatron.dialects.files import load_config
     from nest_megatron.dialects.overrides import apply_overrides
@@ -191,25 +243,35 @@ def _inputs(arguments: argparse.Namespace) -> tuple[DictConfig, tuple[str, ...],
 
 def _axes(option: str, texts: Sequence[str], *, only: type = object) -> dict[str, Any]:
     """Return axis -> value of repeated ``--pin`` or ``--free`` options, in the grammar of the overrides."""
-    from nest_megatron.dialects.overrides import parse_override
     from nest_megatron.errors import Factor, nearest_names
     from nest_megatron.specs.job import COMMAND_LINE
     from nest_megatron.specs.layout import AXES
 
+    values = _assignments(option, texts)
+    for axis, value in values.items():
+        factors = [Factor(option, f"{axis}={value}", COMMAND_LINE)]
+        if axis not in AXES:
+            near = nearest_names(axis, AXES) or AXES
+            raise BadInputError("NEST-I15", f"{axis!r} is not an axis", factors=factors, nearest=near)
+        if not isinstance(value, only):
+            raise BadInputError("NEST-I15", f"{option} {axis} takes {_FORMS[only]}", factors=factors)
+    return values
+
+
+def _assignments(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """Return key -> value of plain assignments, in the grammar of the overrides."""
+    from nest_megatron.dialects.overrides import parse_override
+    from nest_megatron.errors import Factor
+    from nest_megatron.specs.job import COMMAND_LINE
+
     values: dict[str, Any] = {}
     for text in texts:
         override = parse_override(text)
-        axis, value = override.key_or_group, override.value()
-        if axis not in AXES:
-            near = nearest_names(axis, AXES) or AXES
+        if override.is_add() or override.is_force_add() or override.is_delete():
             factors = [Factor(option, text, COMMAND_LINE)]
-            raise BadInputError("NEST-I15", f"{axis!r} is not an axis", factors=factors, nearest=near)
-        plain = not (override.is_add() or override.is_force_add() or override.is_delete())
-        if not plain or not isinstance(value, only):
-            factors = [Factor(option, text, COMMAND_LINE)]
-            form = "true or false" if only is bool else "one value, or [a,b]"
-            raise BadInputError("NEST-I15", f"{option} {axis} takes {form}", factors=factors)
-        values[axis] = value
+            axis = override.key_or_group
+            raise BadInputError("NEST-I15", f"{option} {axis} takes {_FORMS[object]}", factors=factors)
+        values[override.key_or_group] = override.value()
     return values
 
 
@@ -225,6 +287,7 @@ def _check_json(check: Check, loading: Sequence[str]) -> str:
         "user": codec.to_plain(check.user),
         "plan": codec.to_plain(check.plan) if check.plan else None,
         "failure": codec.to_plain(_record(check.failure)) if check.failure else None,
+        "repair": codec.to_plain(check.repair) if check.repair else None,
         "assumptions": list(loading),
     }
     return json.dumps(record, indent=2) + "\n"

@@ -67,6 +67,18 @@ class BadInputError(NestError):
     exit_code = EXIT_BAD_INPUT
 
 
+class NothingToPlanError(BadInputError):
+    """The input is readable and asks for no training; an intercepted application runs on, unchanged.
+
+    The code identifies it, too: a process that reads a published failure knows no class.
+    """
+
+    CODE = "NEST-D30"
+
+    def __init__(self, message: str, *, factors: Iterable[Factor] = (), nearest: Iterable[str] = ()) -> None:
+        super().__init__(self.CODE, message, factors=factors, nearest=nearest)
+
+
 class NoPlanError(NestError):
     """The input is readable, but no layout is both legal and feasible."""
 

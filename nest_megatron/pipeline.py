@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from omegaconf import DictConfig
@@ -14,12 +14,15 @@ from nest_megatron.cluster.load import load_cluster
 from nest_megatron.dialects import registry
 from nest_megatron.dialects.base import Dialect
 from nest_megatron.errors import EXIT_BAD_INPUT, EXIT_NO_PLAN, EXIT_OK, BadInputError, NestError, PlannerFault
+from nest_megatron.planner.advise import Repair, advise
+from nest_megatron.planner.change import parse_value
 from nest_megatron.planner.environment import environment
 from nest_megatron.planner.evaluate import Evaluator, paired_ratio
+from nest_megatron.planner.explain import Base, Explanation, explain
 from nest_megatron.planner.freedom import apply_settings, unkept
 from nest_megatron.planner.search import SearchResult, search
 from nest_megatron.specs.cluster import Cluster
-from nest_megatron.specs.job import TrainJob
+from nest_megatron.specs.job import COMMAND_LINE, TrainJob
 from nest_megatron.specs.layout import Layout
 from nest_megatron.specs.plan import Candidate, Outcome, Plan, Prediction, UserSide
 from nest_megatron.specs.settings import PlanSettings
@@ -33,6 +36,7 @@ class Check:
     """Verdict on the user's own layout; ``plan`` and ``failure`` say what the planner would do instead.
 
     Args:
+        repair: the smallest changes that make the user's layout fit, when it is legal and does not.
         assumptions, provenance: as in a plan; here too because there may be no plan.
     """
 
@@ -40,6 +44,7 @@ class Check:
     plan: Plan | None
     failure: NestError | None
     exit_code: int
+    repair: Repair | None = None
     assumptions: tuple[str, ...] = ()
     provenance: dict[str, Any] = field(default_factory=dict)
 
@@ -103,6 +108,37 @@ def check_config(
         plan=plan,
         failure=failure,
         exit_code=EXIT_OK if runs else EXIT_NO_PLAN,
+        repair=advise(inputs.job, inputs.cluster, user.layout) if user.prediction and not runs else None,
+        assumptions=(*inputs.job.assumptions, *inputs.cluster.assumptions),
+        provenance=_provenance(inputs, settings),
+    )
+
+
+def explain_config(
+    config: DictConfig,
+    *,
+    why: Mapping[str, Any],
+    base: Base = "plan",
+    overrides: Sequence[str] = (),
+    settings: PlanSettings | None = None,
+    source: str = "",
+) -> Explanation:
+    """Answer why the plan is not another layout: its own, or the user's, with some axes changed.
+
+    Args:
+        why: axis -> value in the grammar of the overrides, for example ``{"tp": 4}``.
+        base: which layout is varied and compared with.
+
+    Raises:
+        BadInputError: configuration, cluster, settings or question cannot be read.
+        NoPlanError: there is no plan to vary.
+    """
+    settings = settings or PlanSettings()
+    asked = {axis: parse_value(axis, value, origin=COMMAND_LINE) for axis, value in why.items()}
+    inputs = _read(config, overrides, settings, source)
+    reference = inputs.job.user_layout if base == "user" else _plan(inputs, config, settings).layout
+    return replace(
+        explain(inputs.job, inputs.cluster, reference, asked, base=base),
         assumptions=(*inputs.job.assumptions, *inputs.cluster.assumptions),
         provenance=_provenance(inputs, settings),
     )

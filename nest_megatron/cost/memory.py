@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cython_dp import NUM_FEATURES, NUM_KINDS, Feature
+from nest_megatron.graph.templates import FUSED_ATTENTION
 from nest_megatron.specs.cluster import Accelerator
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.plan import Band
@@ -32,6 +33,7 @@ TERMS: dict[str, tuple[str, ...]] = {
     "low-precision weight copies": _ALL,
     "dummy weight gradients": _ALL,
     "workspaces": _ALL,
+    "unsharded units": _ALL,
     "activations": _RUNNING,
     "pipeline buffers": _RUNNING,
     "loss and logits": _LOSS,
@@ -43,7 +45,8 @@ TERMS: dict[str, tuple[str, ...]] = {
 _CUBLAS_BYTES = {True: 2 * 32 * MIB, False: 2 * 8 * MIB + 2 * 128 * KIB}
 _TE_BYTES = {True: 32 * MIB, False: 4 * MIB}
 _GROUPED_GEMM_WORKSPACES, _TP_OVERLAP_WORKSPACES = 4, 2
-_PIPELINE_BUFFERS = 4
+# Persistent buffer of the local (not Transformer Engine) attention, bytes per score.
+_LOCAL_SCORE_BYTES = 2
 _IDS_BYTES_PER_TOKEN = 32
 #: Allocated / visible above which a layout is called TIGHT, and the most TIGHT may reach (DESIGN section 6).
 TIGHT_ABOVE, OOM_ABOVE = 0.75, 0.96
@@ -56,7 +59,8 @@ class NodeColumns:
 
     Attributes:
         row: index into the memory rows; ``shard`` = dp * cp, ``expert_shard`` = edp, per instance.
-        sharding: code of ``SHARDING_CODES``; ``tp_overlap``: 1 when TP communication overlaps.
+        sharding: code of ``SHARDING_CODES``; ``tp_overlap``, ``expert_overlap``: 1 when that overlaps.
+        selective: 1 with selective recomputation.
     """
 
     row: Int64
@@ -65,6 +69,9 @@ class NodeColumns:
     expert_shard: Int64
     sharding: Int64
     tp_overlap: Int64
+    expert_overlap: Int64
+    selective: Int64
+    num_micro_batches: Int64
 
 
 def memory_terms(
@@ -80,6 +87,8 @@ def memory_terms(
     _state_terms(terms, at, nodes, job)
     _workspace_terms(terms, at, nodes, job, accelerator)
     _activation_terms(terms, at, nodes, job)
+    _loss_terms(terms, at, nodes, job, accelerator)
+    _unsharded_terms(terms, at, nodes, job)
     return terms
 
 
@@ -93,6 +102,7 @@ def _state_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeCo
     held = [
         (Feature.FIRST, at["parameters_first"], nodes.shard),
         (Feature.LAST, at["parameters_last_norm"] + output_parameters(at, nodes, job), nodes.shard),
+        (Feature.LAST, at["expert_parameters_last"], nodes.expert_shard),
     ]
     for k in range(NUM_KINDS):
         held.append((Feature.HELD + k, at["dense_parameters"][:, k], nodes.shard))
@@ -103,7 +113,10 @@ def _state_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeCo
         state_shard = np.where(nodes.sharding >= 1, shard, one)
         terms["weights"][:, feature] += _ceil_div(recipe.weight_bytes * parameters, weights_shard)
         terms["gradients"][:, feature] += _ceil_div(recipe.grad_bytes * parameters, grads_shard)
-        terms["optimizer"][:, feature] += _ceil_div(recipe.optimizer_bytes * parameters, state_shard)
+        if recipe.end_optimizer_bytes is not None and feature in (Feature.FIRST, Feature.LAST):
+            terms["optimizer"][:, feature] += recipe.end_optimizer_bytes * parameters
+        else:
+            terms["optimizer"][:, feature] += _ceil_div(recipe.optimizer_bytes * parameters, state_shard)
         terms["step temporaries"][:, feature] += _ceil_div(recipe.step_extra_bytes * parameters, state_shard)
     copies = terms["low-precision weight copies"]
     copies[:, _slots(Feature.HELD)] = recipe.cached_weight_bytes * at["gemm_weights"]
@@ -114,10 +127,15 @@ def _slots(feature: Feature) -> slice:
 
 
 def output_parameters(at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> Int64:
-    """Return the output layer's own parameters: none when it shares the embedding on the same rank."""
-    if not job.model.tied_embeddings:
-        return at["parameters_output"]
-    return np.where(nodes.pp > 1, at["parameters_output"], 0)
+    """Return the output layer's own parameters: none when it shares the embedding on the same rank.
+
+    With multi-token prediction the last rank also holds a copy of the embedding.
+    """
+    copies = np.where(nodes.pp > 1, 1 if job.model.tied_embeddings else 0, 0)
+    if job.model.mtp_num_layers:
+        copies = np.where(nodes.pp > 1, copies + 1, copies)
+    own = 0 if job.model.tied_embeddings else 1
+    return (copies + own) * at["parameters_output"]
 
 
 def _workspace_terms(
@@ -128,15 +146,18 @@ def _workspace_terms(
     accelerator: Accelerator,
 ) -> None:
     large = accelerator.generation in ("hopper", "blackwell")
-    model, recipe = job.model, job.recipe
-    kinds = 1
-    if model.moe is not None and model.moe.grouped_gemm:
-        kinds = _GROUPED_GEMM_WORKSPACES
+    model, recipe, kernels = job.model, job.recipe, job.kernels
     workspaces = terms["workspaces"][:, Feature.ONE]
-    workspaces += _CUBLAS_BYTES[large] + at["score_buffer_bytes"]
-    if job.kernels.transformer_engine:
-        workspaces += _TE_BYTES[large] * (kinds + _TP_OVERLAP_WORKSPACES * nodes.tp_overlap)
-    if recipe.wgrad_fusion and job.kernels.transformer_engine:
+    if job.profile.fixed_workspace_bytes:
+        workspaces += job.profile.fixed_workspace_bytes
+    else:
+        kinds = _GROUPED_GEMM_WORKSPACES if model.moe is not None and model.moe.grouped_gemm else 1
+        workspaces += _CUBLAS_BYTES[large or kernels.large_cublas_workspace]
+        if kernels.transformer_engine:
+            workspaces += _TE_BYTES[large] * (kinds + _TP_OVERLAP_WORKSPACES * nodes.tp_overlap)
+        elif kernels.attention not in FUSED_ATTENTION and not model.pooler_head:
+            workspaces += _LOCAL_SCORE_BYTES * at["scores"]
+    if recipe.wgrad_fusion and kernels.transformer_engine and job.profile.caches_dummy_wgrads:
         # TE caches one dummy gradient per distinct weight shape (memory_model.md section 0, term 1).
         dummy = terms["dummy weight gradients"]
         dummy[:, Feature.ANY] = recipe.weight_bytes * at["shared_weights"]
@@ -149,20 +170,67 @@ def _activation_terms(
     terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob
 ) -> None:
     """In-flight activations, boundary buffers, loss, recomputed unit and layer backward (2.3-2.7)."""
+    facts, kernels = job.profile, job.kernels
+    kept = np.where(nodes.selective, facts.selective_kept_share, 1.0)[:, None]
+    saved = np.round(kept * at["saved_bytes"]).astype(np.int64)
     activations = terms["activations"]
-    activations[:, _slots(Feature.LIVE)] = at["saved_bytes"]
+    activations[:, _slots(Feature.LIVE)] = saved
     activations[:, Feature.LIVE_UNITS] = at["boundary_bytes"]
     activations[:, Feature.LIVE_FIRST] = at["saved_first_bytes"]
     activations[:, Feature.LAST] = at["saved_last_bytes"]
-    activations[:, Feature.FIRST] = _IDS_BYTES_PER_TOKEN * at["tokens"]
+    activations[:, Feature.ONE] = _IDS_BYTES_PER_TOKEN * at["tokens"]
+    # Overlapping the expert all-to-all keeps one more layer alive.
+    activations[:, Feature.ANY] = nodes.expert_overlap * saved.max(axis=1)
+    if facts.keeps_stage_outputs:
+        activations[:, Feature.LIVE_EDGES] = np.where(nodes.pp > 1, at["boundary_bytes"], 0)
+    if kernels.dataloader_mask:
+        mask = at["tokens"] * job.sequence_length
+        activations[:, Feature.FIRST] = mask
+        activations[:, Feature.LAST] += np.where(nodes.pp > 1, mask, 0)
     terms["pipeline buffers"][:, Feature.ONE] = np.where(
-        nodes.pp > 1, _PIPELINE_BUFFERS * at["boundary_bytes"], 0
+        nodes.pp > 1, facts.pipeline_buffers * at["boundary_bytes"], 0
     )
-    terms["loss and logits"][:, Feature.LAST] = at["loss_bytes"]
-    terms["recomputed unit"][:, _slots(Feature.UNIT)] = at["saved_bytes"]
-    terms["layer backward"][:, _slots(Feature.HAS)] = (
-        at["transient_bytes"] + 2 * at["boundary_bytes"][:, None]
-    )
+    terms["recomputed unit"][:, _slots(Feature.UNIT)] = saved
+    transient = at["transient_bytes"] + facts.boundary_transients * at["boundary_bytes"][:, None]
+    terms["layer backward"][:, _slots(Feature.HAS)] = transient
+
+
+def _loss_terms(
+    terms: dict[str, Int64],
+    at: Mapping[str, Int64],
+    nodes: NodeColumns,
+    job: TrainJob,
+    accelerator: Accelerator,
+) -> None:
+    """Return loss bytes by implementation (memory_model.md 2.5): on local logits, or on gathered ones."""
+    facts, kernels = job.profile, job.kernels
+    logits = at["gathered_logits"] if facts.gathers_logits else at["local_logits"]
+    if facts.loss_bytes_per_logit and kernels.loss != "te_fused":
+        per_logit = np.full_like(logits, round(facts.loss_bytes_per_logit))
+    else:
+        newer = accelerator.generation == "blackwell" or accelerator.generation == "hopper"
+        base = {"te_fused": 4, "native_fused": 10 if newer else 14, "vocab_parallel": 6}[kernels.loss]
+        per_logit = np.full_like(logits, base + (2 if job.recipe.activation_bytes == 4 else 0))
+    if kernels.deferred_embedding_wgrad:
+        per_logit = per_logit + 2 * np.minimum(2, nodes.num_micro_batches - 1)
+    terms["loss and logits"][:, Feature.LAST] = per_logit * logits
+    # Each MTP depth retains its own logits (memory_model.md 2.5).
+    terms["activations"][:, Feature.LAST] += 4 * job.model.mtp_num_layers * at["local_logits"]
+
+
+def _unsharded_terms(
+    terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob
+) -> None:
+    """Whole layers that fully sharded data parallelism gathers (memory_model.md 2.2, Megatron-FSDP, FSDP2)."""
+    recipe, facts = job.recipe, job.profile
+    layer = (at["dense_parameters"] + at["expert_parameters"]).max(axis=1)
+    per_layer = facts.unsharded_weight_units * recipe.param_gather_bytes * layer
+    per_layer += facts.unsharded_grad_units * recipe.grad_reduce_bytes * layer
+    gathers = nodes.sharding >= 3
+    unsharded = terms["unsharded units"]
+    unsharded[:, Feature.ANY] = np.where(gathers, per_layer, 0)
+    ends = 2 * recipe.param_gather_bytes * at["parameters_output"]
+    unsharded[:, Feature.ONE] = np.where(gathers, ends, 0)
 
 
 def phases(num_kinds: int) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ class MemoryRow:
     embedding (``_first``), head (``_last``) or rank.
 
     Attributes:
+        saved_last_bytes, parameters_last_norm, expert_parameters_last: MTP depths included.
         shared_weights: elements of the weight shapes that every kind has; ``own_weights`` the others.
     """
 
@@ -37,12 +38,14 @@ class MemoryRow:
     parameters_first: int
     parameters_last_norm: int
     parameters_output: int
+    expert_parameters_last: int
     saved_first_bytes: int
     saved_last_bytes: int
-    loss_bytes: int
+    local_logits: int
+    gathered_logits: int
     boundary_bytes: int
     tokens: int
-    score_buffer_bytes: int
+    scores: int
 
 
 def memory_row(job: TrainJob, graph: LayerGraph) -> MemoryRow:
@@ -55,6 +58,11 @@ def memory_row(job: TrainJob, graph: LayerGraph) -> MemoryRow:
     loss = next(op for op in head.operators if op.name == "loss")
     shapes = [{(op.n, op.k) for op in block.weights()} for block in blocks]
     shared = set.intersection(*shapes)
+    hidden_bytes = job.recipe.activation_bytes * sharded * job.model.hidden_size
+    # Each multi-token-prediction depth is one more last layer, a 2h x h projection and three norms.
+    last, depths = graph.blocks[job.model.layer_kinds[-1]], job.model.mtp_num_layers
+    norm = head.operators[0].parameters
+    mtp = depths * (last.dense_parameters + 2 * job.model.hidden_size**2 // choice.tp + 3 * norm)
     return MemoryRow(
         dense_parameters=_slots(block.dense_parameters for block in blocks),
         expert_parameters=_slots(block.expert_parameters for block in blocks),
@@ -64,14 +72,16 @@ def memory_row(job: TrainJob, graph: LayerGraph) -> MemoryRow:
         transient_bytes=_slots(block.transient_bytes for block in blocks),
         shared_weights=_elements(shared),
         parameters_first=embedding.dense_parameters,
-        parameters_last_norm=head.dense_parameters - output.parameters,
+        parameters_last_norm=head.dense_parameters - output.parameters + mtp,
+        expert_parameters_last=depths * last.expert_parameters,
         parameters_output=output.parameters,
         saved_first_bytes=embedding.saved_bytes,
-        saved_last_bytes=head.operators[0].saved_bytes,
-        loss_bytes=loss.transient_bytes,
-        boundary_bytes=job.recipe.activation_bytes * sharded * job.model.hidden_size,
+        saved_last_bytes=head.operators[0].saved_bytes + depths * (last.saved_bytes + 2 * hidden_bytes),
+        local_logits=loss.m * loss.n,
+        gathered_logits=loss.m * loss.n * choice.tp,
+        boundary_bytes=hidden_bytes,
         tokens=tokens,
-        score_buffer_bytes=max(_score_buffer(block) for block in blocks),
+        scores=max(_scores(block) for block in blocks),
     )
 
 
@@ -90,12 +100,9 @@ def _elements(shapes: set[tuple[int, int]]) -> int:
     return sum(n * k for n, k in shapes)
 
 
-def _score_buffer(block: Block) -> int:
-    """Return the local attention's persistent score buffer (memory_model.md 2.2); none with flash kernels."""
-    core = next((op for op in block.operators if op.kind == "attention"), None)
-    if core is None or core.transient_bytes == 0:
-        return 0
-    return 2 * core.batch * core.m * core.n
+def _scores(block: Block) -> int:
+    """Return the attention scores of one micro-batch."""
+    return sum(op.batch * op.m * op.n for op in block.operators if op.kind == "attention")
 
 
 def columns(rows: list[Any]) -> dict[str, Int64]:

@@ -122,6 +122,9 @@ class CostModel:
             expert_shard=column([max(1, x.edp // n) for x, n in zip(layouts, instances, strict=True)]),
             sharding=column([SHARDING_CODES[layout.sharding] for layout in layouts]),
             tp_overlap=column([int(layout.overlap.tp_comm) for layout in layouts]),
+            expert_overlap=column([int(layout.overlap.expert_all_to_all) for layout in layouts]),
+            selective=column([int(layout.recompute.granularity == "selective") for layout in layouts]),
+            num_micro_batches=column([layout.num_micro_batches for layout in layouts]),
         )
 
     def _node_params(self, memory: dict[str, Int64], nodes: NodeColumns) -> Int64:
@@ -130,7 +133,10 @@ class CostModel:
         params[:, Param.DENSE : Param.DENSE + NUM_KINDS] = at["dense_parameters"]
         params[:, Param.EXPERT : Param.EXPERT + NUM_KINDS] = at["expert_parameters"]
         params[:, Param.FIRST] = at["parameters_first"]
-        params[:, Param.LAST] = at["parameters_last_norm"] + output_parameters(at, nodes, self.job)
+        # MTP experts synchronise with the rest of the last rank.
+        params[:, Param.LAST] = (
+            at["expert_parameters_last"] + at["parameters_last_norm"] + output_parameters(at, nodes, self.job)
+        )
         return params
 
     def _fill_times(self, times: Float64, layout: Layout, row: Row) -> None:

@@ -79,9 +79,7 @@ class NemoDialect:
         Raises:
             BadInputError: the configuration, or an override, cannot be read.
         """
-        return ConfigView(
-            config, prefix=self.prefix, mount=self.mount, overridden=overridden_keys(overrides)
-        )
+        return ConfigView(config, prefix=self.prefix, mount=self.mount, overridden=overridden_keys(overrides))
 
     def detect(self, config: DictConfig) -> bool:
         """Return whether ``config`` has NeMo's ``trainer`` and ``model`` sections, or serves a GPT model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nest_megatron.dialects.access import ConfigView
+from nest_megatron.dialects.nemo_layout import PP, TP
 from nest_megatron.errors import BadInputError, Factor
 from nest_megatron.specs.job import CONFIG_FILE
 
@@ -17,9 +18,14 @@ _OTHER_MODELS: tuple[tuple[str, str], ...] = (
     ("model.mm_cfg", "a multimodal model"),
     ("model.vision", "a vision-language model"),
     ("model.vision_pretraining_type", "a vision transformer"),
+    ("model.control_stage_config", "a ControlNet for a diffusion model"),
     ("model.unet_config", "a diffusion model"),
     ("model.first_stage_config", "a diffusion model"),
+    ("model.unet_type", "an Imagen diffusion model"),
+    ("model.guidance_scale", "a NeRF text-to-3D model"),
+    ("mesh_resolution", "a NeRF text-to-3D model"),
 )
+_SPLIT = "model.pipeline_model_parallel_split_rank"
 #: Switches that change memory or the graph in ways that no formula here covers -> their name.
 _OTHER_RUNTIMES: tuple[tuple[str, str], ...] = (
     ("model.fsdp", "torch FSDP"),
@@ -40,7 +46,8 @@ def refuse_unplanned(view: ConfigView) -> None:
     _refuse_adapters(view)
     for key, kind in _OTHER_MODELS:
         if view.has(key):
-            raise _refusal(view, key, f"this configuration trains {kind}; only decoder-only GPT is planned")
+            sentence = f"this configuration trains {kind}{_sizes(view)}; only decoder-only GPT is planned"
+            raise _refusal(view, key, sentence)
     for key, name in _OTHER_RUNTIMES:
         if view.flag(key):
             raise _refusal(view, key, f"{name} is recognised but not planned yet")
@@ -51,6 +58,19 @@ def refuse_unplanned(view: ConfigView) -> None:
             "the shapes of this fine-tuning job are in a .nemo checkpoint, not in the configuration",
             nearest=("add model.num_layers, hidden_size, num_attention_heads and ffn_hidden_size",),
         )
+
+
+def _sizes(view: ConfigView) -> str:
+    """Return the parallel sizes in words, as far as they can be read; encoders have the same keys as GPT."""
+    found = []
+    for name, key in (("TP", TP), ("PP", PP), ("split at stage ", _SPLIT)):
+        try:
+            size = view.value(key)
+        except BadInputError:
+            continue
+        if isinstance(size, int) and size > 0:
+            found.append(f"{name}{size}")
+    return f" ({' '.join(found)})" if found else ""
 
 
 def _refuse_inference(view: ConfigView) -> None:

@@ -41,14 +41,31 @@ class _ProfileFile:
     host_floor_ms: Quantity
     moe_host_factor: Quantity
     step_overhead_ms: Quantity
+    pipeline_buffers: Quantity | None = None
+    keeps_stage_outputs: Quantity | None = None
+    caches_dummy_wgrads: Quantity | None = None
+    loss_bytes_per_logit: Quantity | None = None
+    gathers_logits: Quantity | None = None
+    unfused_norm_saved_bytes: Quantity | None = None
+    rotary_saved_bytes: Quantity | None = None
+    score_saved_bytes: Quantity | None = None
+    score_transient_bytes: Quantity | None = None
+    boundary_transients: Quantity | None = None
+    fixed_workspace_MiB: Quantity | None = None
+    selective_kept_share: Quantity | None = None
+    unsharded_weight_units: Quantity | None = None
+    unsharded_grad_units: Quantity | None = None
 
 
-#: File key -> field of the profile, where the unit changes on loading.
-_CONVERTED = {
-    "device_fixed_GiB": "device_fixed_bytes",
-    "host_floor_ms": "host_floor_s",
-    "step_overhead_ms": "step_overhead_s",
+#: File key -> field of the profile and factor, where the unit changes on loading.
+_CONVERTED: dict[str, tuple[str, float]] = {
+    "device_fixed_GiB": ("device_fixed_bytes", units.GIB),
+    "fixed_workspace_MiB": ("fixed_workspace_bytes", units.MIB),
+    "host_floor_ms": ("host_floor_s", units.MILLI),
+    "step_overhead_ms": ("step_overhead_s", units.MILLI),
 }
+#: Fields of the profile that count something.
+_WHOLE = {field.name for field in fields(FrameworkProfile) if field.type == "int"}
 
 
 def profile_names() -> tuple[str, ...]:
@@ -74,22 +91,17 @@ def load_profile(name: str) -> FrameworkProfile:
         )
     path = CONF / "framework" / f"{name}.yaml"
     entry = codec.from_plain(_ProfileFile, load_yaml(path), source=path.name)
-    quantities = [field.name for field in fields(_ProfileFile) if field.name != "name"]
-    sources = {_CONVERTED.get(key, key): getattr(entry, key).source for key in quantities}
-    return FrameworkProfile(
-        name=entry.name,
-        device_factor=entry.device_factor.value,
-        device_fixed_bytes=units.bytes_from_gib(entry.device_fixed_GiB.value),
-        tp_overlap_share=entry.tp_overlap_share.value,
-        tp_async_backward_share=entry.tp_async_backward_share.value,
-        dp_overlap_share=entry.dp_overlap_share.value,
-        p2p_overlap_share=entry.p2p_overlap_share.value,
-        ep_overlap_share=entry.ep_overlap_share.value,
-        host_floor_s=entry.host_floor_ms.value * units.MILLI,
-        moe_host_factor=entry.moe_host_factor.value,
-        step_overhead_s=entry.step_overhead_ms.value * units.MILLI,
-        sources=sources,
-    )
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for key in (field.name for field in fields(_ProfileFile) if field.name != "name"):
+        quantity: Quantity | None = getattr(entry, key)
+        if quantity is None:
+            continue
+        target, factor = _CONVERTED.get(key, (key, 1.0))
+        value = quantity.value * factor
+        values[target] = round(value) if target in _WHOLE else value
+        sources[target] = quantity.source
+    return FrameworkProfile(name=entry.name, sources=sources, **values)
 
 
 def load_yaml(path: Path) -> Any:

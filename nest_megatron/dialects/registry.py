@@ -5,11 +5,14 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from nest_megatron.dialects.base import Dialect
+from nest_megatron.dialects.fragments import fragment
+from nest_megatron.dialects.launcher import LauncherDialect
 from nest_megatron.dialects.nemo import NemoDialect
 from nest_megatron.errors import BadInputError, Factor, nearest_names
 
 #: In the order in which they are tried; each with the sentence that says what ``detect`` looks for.
 _DIALECTS: tuple[tuple[Dialect, str], ...] = (
+    (LauncherDialect(), "launcher: stages and a section training, or a stage file that names ${training.}"),
     (NemoDialect(), "nemo: sections trainer and model, with model.tensor_model_parallel_size"),
 )
 
@@ -23,11 +26,14 @@ def detect(config: DictConfig) -> Dialect:
     """Return the dialect that ``config`` is written in.
 
     Raises:
-        BadInputError: none fits; the message says what each dialect looks for.
+        BadInputError: none fits; the message says what each dialect looks for, or what the file is.
     """
     for dialect, _ in _DIALECTS:
         if dialect.detect(config):
             return dialect
+    part = fragment(config)
+    if part is not None:
+        raise BadInputError("NEST-D08", f"this file configures {part}; it describes no training job")
     raise BadInputError(
         "NEST-D06",
         "this configuration is in no known dialect",

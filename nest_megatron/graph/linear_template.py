@@ -34,6 +34,7 @@ def mlp_operators(z: Sizes, name: str, width: int, *, module: str) -> list[Opera
     gates = 2 if model.gated_mlp else 1
     up = z.tokens * width * gates
     kept = not z.drops(module)
+    copies = 2 if model.squared_relu_copy else 1
     activation_traffic = (6 if model.gated_mlp else 4) * z.tokens * width
     if not z.kernels.fused_activation:
         activation_traffic *= 2
@@ -46,7 +47,7 @@ def mlp_operators(z: Sizes, name: str, width: int, *, module: str) -> list[Opera
             kind="memory",
             forward_bytes=activation_traffic,
             backward_bytes=round(BACKWARD_TRAFFIC[True] * activation_traffic),
-            saved_bytes=z.low_bytes * z.tokens * width if kept else 0,
+            saved_bytes=copies * z.low_bytes * z.tokens * width if kept else 0,
             transient_bytes=z.act_bytes * z.tokens * width * (1 + gates) + 2 * z.act_bytes * z.tokens * z.h,
         ),
         gemm(f"{name}_down", z, z.h, width, bias=model.linear_bias),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nest_megatron.specs.job import Kernels, Recipe, TrainJob
+from nest_megatron.specs.job import FrameworkProfile, Kernels, Recipe, TrainJob
 from nest_megatron.specs.layout import BlockChoice
 from nest_megatron.specs.model import ModelSpec
 
@@ -53,6 +53,11 @@ class Sizes:
     def kernels(self) -> Kernels:
         """The kernel implementations."""
         return self.job.kernels
+
+    @property
+    def facts(self) -> FrameworkProfile:
+        """The facts of the software stack."""
+        return self.job.profile
 
     @property
     def h(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph, Operator
 from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, gemm, mlp_operators
+from nest_megatron.graph.mamba_template import mamba_operators
 from nest_megatron.graph.moe_template import moe_operators
 from nest_megatron.graph.sizes import Sizes
 from nest_megatron.specs.job import TrainJob
@@ -19,10 +20,11 @@ NORM_BYTES = {True: 4, False: 50}
 RESIDUAL_BYTES = {True: 6, False: 25}
 ROTARY_BYTES = 8
 # Bytes per attention score of unfused and fused-softmax cores, forward and backward (same table).
-SCORE_BYTES = {"unfused": (20, 30), "fused_softmax": (11, 16), "flash": (0, 0)}
-# Bytes per local logit of the loss: traffic forward + backward, and peak working set (memory_model.md 2.5).
+SCORE_BYTES = {"unfused": (20, 30), "fused_softmax": (11, 16)}
+# Kernels that never store the scores.
+FUSED_ATTENTION = ("flash", "flash1", "cudnn")
+# HBM bytes per local logit of the loss, forward + backward (time_model.md section 2, "Head / loss").
 LOSS_TRAFFIC_BYTES = {"te_fused": 14, "native_fused": 14, "vocab_parallel": 36}
-LOSS_PEAK_BYTES = {"te_fused": 4, "native_fused": 10, "vocab_parallel": 6}
 
 
 def layer_graph(job: TrainJob, choice: BlockChoice) -> LayerGraph:
@@ -36,18 +38,31 @@ def layer_graph(job: TrainJob, choice: BlockChoice) -> LayerGraph:
     return LayerGraph(choice=choice, blocks=blocks, embedding=_embedding(sizes), head=_head(sizes))
 
 
+#: Block kind -> the mixers of one layer, each behind its own norm and residual.
+_MIXERS: dict[BlockKind, tuple[str, ...]] = {
+    "dense": ("attention", "mlp"),
+    "moe": ("attention", "experts"),
+    "attention": ("attention",),
+    "mlp": ("mlp",),
+    "experts": ("experts",),
+    "mamba": ("mamba",),
+}
+
+
 def _block(z: Sizes, kind: BlockKind) -> Block:
-    attention = _mla_operators(z) if z.model.mla is not None else _attention_operators(z)
-    mlp = moe_operators(z) if kind == "moe" else _mlp_operators(z)
-    operators = [
-        _norm(z, "input_norm"),
-        *attention,
-        _residual(z, "residual_attention"),
-        _norm(z, "pre_mlp_norm"),
-        *mlp,
-        _residual(z, "residual_mlp"),
-    ]
-    return Block(kind=kind, operators=tuple(operators), collectives=tuple(_collectives(z, kind)))
+    operators: list[Operator] = []
+    for mixer in _MIXERS[kind]:
+        name = "input_norm" if mixer != "mlp" and mixer != "experts" else "pre_mlp_norm"
+        operators += [_norm(z, name), *_mixer_operators(z, mixer), _residual(z, f"residual_{mixer}")]
+    return Block(kind=kind, operators=tuple(operators), collectives=tuple(_collectives(z, _MIXERS[kind])))
+
+
+def _mixer_operators(z: Sizes, mixer: str) -> list[Operator]:
+    if mixer == "attention":
+        return _mla_operators(z) if z.model.mla is not None else _attention_operators(z)
+    if mixer == "experts":
+        return moe_operators(z)
+    return mamba_operators(z) if mixer == "mamba" else _mlp_operators(z)
 
 
 def _norm(z: Sizes, name: str) -> Operator:
@@ -56,12 +71,13 @@ def _norm(z: Sizes, name: str) -> Operator:
     traffic = NORM_BYTES[fused] * elements
     # Input (always) and output (dropped by `layernorm` recompute; one byte when the consumer reads fp8).
     output_bytes = z.low_bytes * elements
+    unfused = 0 if fused else z.facts.unfused_norm_saved_bytes * elements
     return Operator(
         name=name,
         kind="memory",
         forward_bytes=traffic,
         backward_bytes=round(BACKWARD_TRAFFIC[fused] * traffic),
-        saved_bytes=z.act_bytes * elements + (0 if z.drops("layernorm") else output_bytes),
+        saved_bytes=z.act_bytes * elements + (0 if z.drops("layernorm") else output_bytes) + unfused,
         parameters=z.h if z.model.rms_norm else 2 * z.h,
     )
 
@@ -106,6 +122,7 @@ def _attention_operators(z: Sizes) -> list[Operator]:
                 kind="memory",
                 forward_bytes=traffic,
                 backward_bytes=round(BACKWARD_TRAFFIC[True] * traffic),
+                saved_bytes=z.facts.rotary_saved_bytes * z.tokens * z.h // t,
             )
         )
     operators.append(_attention_core(z, heads, width, width, saved_qkv=z.act_bytes * z.tokens * qkv_columns))
@@ -119,15 +136,18 @@ def _attention_core(z: Sizes, heads: int, qk_width: int, v_width: int, *, saved_
     flops = 2 * b * (s // c) * s * heads * (qk_width + v_width) // 2
     kernel = z.kernels.attention
     scores = b * heads * (s // c) * s
-    forward_score, backward_score = SCORE_BYTES[kernel]
+    forward_score, backward_score = SCORE_BYTES.get(kernel, (0, 0))
     output = (z.act_bytes if z.low_bytes == z.act_bytes else z.act_bytes + 1) * z.tokens * heads * v_width
-    if kernel == "flash":
-        statistics = 4 * z.tokens * heads
-        layout_copy = z.act_bytes * z.tokens * heads * v_width if b > 1 else 0
-        core_saved = statistics + layout_copy
+    transient = 0
+    if kernel in FUSED_ATTENTION:
+        # flash-attn lays the output out anew unless the batch is one (memory_model.md 2.3); cuDNN does not.
+        copies = kernel != "cudnn" and b > 1
+        core_saved = 4 * z.tokens * heads + (z.act_bytes * z.tokens * heads * v_width if copies else 0)
+        transient = 8 * z.tokens * heads * v_width if kernel == "flash1" else 0
     else:
-        per_score = 5 if z.model.attention_dropout > 0 else 2
+        per_score = z.facts.score_saved_bytes or (5 if z.model.attention_dropout > 0 else 2)
         core_saved = 0 if z.drops("core_attn") else per_score * scores * z.act_bytes // 2
+        transient = z.facts.score_transient_bytes * scores
     return Operator(
         name="attention_core",
         kind="attention",
@@ -140,7 +160,7 @@ def _attention_core(z: Sizes, heads: int, qk_width: int, v_width: int, *, saved_
         forward_bytes=forward_score * scores,
         backward_bytes=backward_score * scores,
         saved_bytes=saved_qkv + output + core_saved,
-        transient_bytes=0 if kernel == "flash" else 4 * scores,
+        transient_bytes=transient,
         module="",
     )
 
@@ -178,14 +198,14 @@ def _mlp_operators(z: Sizes) -> list[Operator]:
     return mlp_operators(z, "mlp", z.model.ffn_hidden_size // z.choice.tp, module="mlp")
 
 
-def _collectives(z: Sizes, kind: BlockKind) -> list[Collective]:
+def _collectives(z: Sizes, mixers: tuple[str, ...]) -> list[Collective]:
     """Return the collectives of one block (time_model.md section 2; counts: mcore_cpu.md section 4)."""
     choice, found = z.choice, []
     full = z.act_bytes * z.tokens * z.h
     # An MoE layer keeps its tokens sequence-sharded: only attention (and a shared expert) gathers over tp.
     has_shared = z.model.moe is not None and z.model.moe.shared_ffn_hidden_size > 0
-    pairs = 2 if kind == "dense" or has_shared or not choice.sequence_parallel else 1
-    if choice.tp > 1 and choice.sequence_parallel:
+    pairs = sum(mixer != "experts" or has_shared or not choice.sequence_parallel for mixer in mixers)
+    if choice.tp > 1 and pairs and choice.sequence_parallel:
         found.append(
             Collective(
                 axis="tp",
@@ -199,9 +219,9 @@ def _collectives(z: Sizes, kind: BlockKind) -> list[Collective]:
         found.append(
             Collective(axis="tp", op="reduce_scatter", num_bytes=full, forward=pairs, backward=pairs)
         )
-    elif choice.tp > 1:
+    elif choice.tp > 1 and pairs:
         found.append(Collective(axis="tp", op="all_reduce", num_bytes=full, forward=pairs, backward=pairs))
-    if choice.cp > 1:
+    if choice.cp > 1 and "attention" in mixers:
         width = z.model.kv_channels * max(1, z.model.num_query_groups // choice.tp)
         step_bytes = 2 * z.act_bytes * z.tokens * width
         found.append(
@@ -209,7 +229,7 @@ def _collectives(z: Sizes, kind: BlockKind) -> list[Collective]:
                 axis="cp", op="p2p", num_bytes=step_bytes, forward=choice.cp - 1, backward=2 * (choice.cp - 1)
             )
         )
-    if kind == "moe":
+    if "experts" in mixers:
         found.extend(_dispatch(z))
     return found
 
@@ -237,8 +257,8 @@ def _embedding(z: Sizes) -> Block:
         kind="memory",
         forward_bytes=traffic,
         backward_bytes=2 * traffic,
-        parameters=vocab * z.h + positions,
-        saved_bytes=8 * z.tokens + (z.tokens_sp * z.h if model.hidden_dropout > 0 else 0),
+        parameters=vocab * z.h + positions + (2 * z.h if model.pooler_head else 0),
+        saved_bytes=z.tokens_sp * z.h if model.hidden_dropout > 0 else 0,
     )
     return Block(kind="embedding", operators=(operator,), collectives=_edge_collectives(z))
 
@@ -247,17 +267,19 @@ def _head(z: Sizes) -> Block:
     model = z.model
     vocab = model.padded_vocab_size(z.choice.tp) // z.choice.tp
     local_logits = z.tokens * vocab
+    pooler = 2 * z.h * z.h + 6 * z.h if model.pooler_head else 0
     traffic = LOSS_TRAFFIC_BYTES[z.kernels.loss] * local_logits
-    peak_bytes = LOSS_PEAK_BYTES[z.kernels.loss] + (2 if z.act_bytes == 4 else 0)
     operators = (
         _norm(z, "final_norm"),
+        Operator(name="pooler", kind="memory", parameters=pooler),
         gemm("output_layer", z, vocab, z.h),
         Operator(
             name="loss",
             kind="memory",
             forward_bytes=traffic // 2,
             backward_bytes=traffic // 2,
-            transient_bytes=peak_bytes * local_logits,
+            m=z.tokens,
+            n=vocab,
         ),
     )
     return Block(kind="head", operators=operators, collectives=_edge_collectives(z))

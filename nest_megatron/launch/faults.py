@@ -67,5 +67,6 @@ def _planner_fault(error: Exception, folder: Path) -> PlannerFault:
     except OSError as failed:
         sys.stderr.write(text)
         where = Factor("traceback", "above", f"no file: {failed}")
-    message = f"planner fault: {type(error).__name__}; the task was not started"
+    reason = ": ".join(filter(None, (type(error).__name__, " ".join(str(error).split()))))
+    message = f"planner fault: {reason}; the task was not started"
     return PlannerFault("NEST-X01", message, factors=[where])

@@ -10,7 +10,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from nest_megatron.errors import EXIT_OK
+from nest_megatron.errors import EXIT_OK, NestError, NothingToPlanError
 from nest_megatron.launch import planfile
 from nest_megatron.launch.environment import apply_environment
 from nest_megatron.launch.faults import errors_as_exit, leave, say
@@ -57,17 +57,21 @@ class NestCallback(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Rewrite ``config`` in place, or end the process before the task runs.
 
+        A configuration that asks for no training is said and left unchanged.
+
         Raises:
             SystemExit: planning failed, the checked layout does not run, or ``NEST_MODE=plan``.
         """
         with errors_as_exit(Path(FOLDER_NAME).absolute()), hydra_resolvers(config):
             run = Run.of(self._given, config)
-            if run.settings.mode == "check":
-                _check(run)
-            elif plan_only():
-                _write_plan(run)
-            else:
-                _plan(run)
+            try:
+                _act(run)
+            except NestError as error:
+                # By its code: in the other processes of a job it is a published failure.
+                if error.code != NothingToPlanError.CODE or plan_only():
+                    raise
+                if run.rank in (None, 0):
+                    say(error.render(), stream=sys.stdout)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Put a launcher that plans in front of the one the user chose.
@@ -89,6 +93,15 @@ class NestCallback(Callback):
 
         with errors_as_exit(Path(FOLDER_NAME).absolute()):
             begin_job(config)
+
+
+def _act(run: Run) -> None:
+    if run.settings.mode == "check":
+        _check(run)
+    elif plan_only():
+        _write_plan(run)
+    else:
+        _plan(run)
 
 
 def _plan(run: Run) -> None:

@@ -16,7 +16,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import filter_overrides
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from nest_megatron.errors import EXIT_BAD_INPUT, EXIT_NO_PLAN, EXIT_OK, BadInputError, Factor, NestError
+from nest_megatron.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_NO_PLAN,
+    EXIT_OK,
+    BadInputError,
+    Factor,
+    NestError,
+    NothingToPlanError,
+)
 from nest_megatron.launch import planfile
 from nest_megatron.launch.callback_settings import NODE, is_setting
 from nest_megatron.launch.environment import require_environment
@@ -141,13 +149,24 @@ def _prepare(
         settings = {str(key): value for key, value in given.items() if not str(key).startswith("_")}
         with hydra_resolvers(config):
             run = Run.of(settings, config)
-            if run.settings.mode == "check":
-                _judge(run, name)
+            try:
+                return _answered(run, name, texts, number, plans_only)
+            except NestError as error:
+                if error.code != NothingToPlanError.CODE or plans_only:
+                    raise
+                if run.rank in (None, 0):
+                    say(f"{name}: {error.render()}", stream=sys.stdout)
                 return _Job(name, texts, {})
-            if plans_only:
-                _write_plan(run, name, number)
-                return _Job(name, texts, {})
-            return _planned(run, name, texts)
+
+
+def _answered(run: Run, name: str, texts: list[str], number: int, plans_only: bool) -> _Job:
+    if run.settings.mode == "check":
+        _judge(run, name)
+    elif plans_only:
+        _write_plan(run, name, number)
+    else:
+        return _planned(run, name, texts)
+    return _Job(name, texts, {})
 
 
 def _judge(run: Run, name: str) -> None:

@@ -1,7 +1,8 @@
 """Repair advice: the smallest changes that make a layout fit its GPUs, what each costs, and what cannot help.
 
 Every single axis, every pair of axes and more GPUs at the same global batch are tried.  A pair is only named
-when none of its axes helps alone.  Pins are ignored, since advice is about releasing them, and named.
+when none of its axes helps alone at a bearable price.  Pins are ignored, since advice is about releasing
+them, and named.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Layout, Recompute
 from nest_megatron.specs.plan import Band, Prediction
+from nest_megatron.units import gib
 
 #: The pseudo-axis of a larger cluster, and the factors that are tried.
 GPUS = "num_gpus"
 GPU_FACTORS = (2, 4, 8)
 #: Most advices returned, and layouts per set of axes whose time is simulated.
 MAX_ADVICE, SIMULATED = 8, 3
+#: A change that multiplies the step time by more than this is named only when nothing cheaper helps.
+BEARABLE = 2.0
 #: A memory term that shrinks by less than this share stays, for the reader.
 STAYS = 0.05
 
@@ -57,6 +61,15 @@ class Advice:
     time_ratio: float
     fits: Band
     releases: tuple[str, ...]
+
+    def describe(self) -> str:
+        """Return the advice in one line: what to set, GiB saved, step time, risk label, pins to release."""
+        what = " ".join(self.changes)
+        if self.follows:
+            what += f" (with {' '.join(self.follows)})"
+        released = f", releases the pin of {' and '.join(self.releases)}" if self.releases else ""
+        saved = f"saves {gib(self.saved_bytes):.1f} GiB"
+        return f"{what}: {saved}, {self.time_ratio:.2f}x the step time, {self.fits}{released}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,25 +185,19 @@ def advise(job: TrainJob, cluster: Cluster, layout: Layout) -> Repair:
         worlds[larger.num_gpus] = world
         more = {GPUS: larger.num_gpus}
         trials += world.judge([more, *({**more, **single} for single in _singles(_values(larger, layout)))])
-    single_axes = {trial.axes for trial in trials if len(trial.axes) == 1}
-    helping = {trial.axes for trial in trials if trial.feasible}
-    before_s = home.evaluator.step_times_s([layout])[0]
-    found = [
-        _best(worlds, group, before, before_s)
-        for axes in helping
-        if len(axes) == 1 or not any(frozenset({axis}) in helping for axis in axes)
-        for group in [[trial for trial in trials if trial.axes == axes and trial.feasible]]
-    ]
-    found.sort(key=lambda a: (len(a.changes), a.time_ratio))
+    groups: dict[frozenset[str], list[_Trial]] = {}
+    for trial in trials:
+        groups.setdefault(trial.axes, []).append(trial)
     useless = [
-        min((t for t in trials if t.axes == axes), key=lambda t: (t.peak_bytes, t.bound_s))
-        for axes in sorted(single_axes - helping, key=sorted)
+        min(group, key=lambda t: (t.peak_bytes, t.bound_s))
+        for axes, group in groups.items()
+        if len(axes) == 1 and not any(trial.feasible for trial in group)
     ]
     return Repair(
         layout=layout,
         peak_device_bytes=_device(job, before.peak_bytes),
         limit_bytes=cluster.accelerator.visible_bytes - job.reserved_bytes,
-        advice=tuple(found[:MAX_ADVICE]),
+        advice=_advice(worlds, groups, before),
         no_help=_no_help(worlds, before, useless),
     )
 
@@ -240,10 +247,32 @@ def _doubles(values: Mapping[str, tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
             yield {first: a, second: b}
 
 
+def _advice(
+    worlds: Mapping[int, _World], groups: Mapping[frozenset[str], list[_Trial]], before: _Trial
+) -> tuple[Advice, ...]:
+    """Return the best of each set of axes, fewest changes first, then the same GPUs, then the faster."""
+    before_s = worlds[min(worlds)].evaluator.step_times_s([before.layout])[0]
+    best = {
+        axes: _best(worlds, fitting, before, before_s)
+        for axes, group in groups.items()
+        if (fitting := [trial for trial in group if trial.feasible])
+    }
+    cheap = {axes: advice for axes, advice in best.items() if advice.time_ratio <= BEARABLE} or best
+    alone = {axis for axes in cheap if len(axes) == 1 for axis in axes}
+    found = [
+        (len(axes), GPUS in axes, advice.time_ratio, advice)
+        for axes, advice in cheap.items()
+        if len(axes) == 1 or not axes & alone
+    ]
+    return tuple(advice for *_, advice in sorted(found, key=lambda item: item[:3])[:MAX_ADVICE])
+
+
 def _best(worlds: Mapping[int, _World], group: list[_Trial], before: _Trial, before_s: float) -> Advice:
-    """Return the fastest of ``group``; one that FITS goes before one that is TIGHT."""
+    """Return the fastest of ``group`` on the fewest GPUs; one that FITS goes before one that is TIGHT."""
     safest = [trial for trial in group if trial.band == "FITS"] or group
-    fastest = sorted(safest, key=lambda t: t.bound_s)[:SIMULATED]
+    fewest = min(trial.values.get(GPUS, 0) for trial in safest)
+    ordered = sorted((t for t in safest if t.values.get(GPUS, 0) == fewest), key=lambda t: t.bound_s)
+    fastest = ordered[:SIMULATED]
     timed = [
         (world.evaluator.step_times_s([trial.layout])[0], trial)
         for trial in fastest
@@ -253,7 +282,7 @@ def _best(worlds: Mapping[int, _World], group: list[_Trial], before: _Trial, bef
     job = _world(worlds, trial).job
     return Advice(
         changes=_changes(trial),
-        follows=differences(before.layout, trial.layout, besides=trial.values),
+        follows=differences(job, before.layout, trial.layout, besides=trial.values),
         layout=trial.layout,
         num_gpus=job.num_gpus,
         saved_bytes=before.peak_bytes - trial.peak_bytes,
@@ -281,7 +310,8 @@ def _device(job: TrainJob, peak_bytes: int) -> int:
 
 def _no_help(worlds: Mapping[int, _World], before: _Trial, useless: list[_Trial]) -> tuple[NoHelp, ...]:
     """Say of each axis that cannot repair alone what it saves, and what it leaves as it is; GPUs first."""
-    useless = sorted(useless, key=lambda t: (GPUS not in t.values, before.peak_bytes - t.peak_bytes))
+    useless = [trial for trial in useless if trial.peak_bytes <= before.peak_bytes]
+    useless.sort(key=lambda t: (GPUS not in t.values, t.peak_bytes))
     (old,) = worlds[min(worlds)].evaluator.predict([before.layout])
     found = []
     for trial in useless:

@@ -73,7 +73,9 @@ class Detail:
         return cls(
             job=job,
             layout=layout,
-            features=stage_features(sizes, prefix, layout.pp, layout.vpp, m, layout.pp, mode, count),
+            features=stage_features(
+                sizes, prefix, layout.pp, layout.vpp, m, layout.interleaving_group, mode, count
+            ),
             terms={name: values[node] for name, values in tables.terms.items()},
             times=times,
             params=tables.node_params[node].tolist(),
@@ -131,7 +133,9 @@ def time_split(
     layout, m = detail.layout, detail.layout.num_micro_batches
     busy = [detail.busy_s(stage) for stage in range(layout.pp)]
     stage = busy.index(max(busy))
-    silent = simulate(detail.forward_s, detail.backward_s, layout.pp, layout.vpp, m, layout.pp, 0.0)
+    silent = simulate(
+        detail.forward_s, detail.backward_s, layout.pp, layout.vpp, m, layout.interleaving_group, 0.0
+    )
     split = {name: m * seconds for name, seconds in _stage_parts(detail, graph, stage).items()}
     split["bubble"] = silent - m * busy[stage]
     split["pp"] = pipeline_s - silent

@@ -13,7 +13,7 @@ from typing import Any
 
 from nest_megatron.errors import BadInputError, Factor, nearest_names
 from nest_megatron.planner.domains import Domains
-from nest_megatron.rules import facts_for
+from nest_megatron.rules import RULES, facts_for, first_code
 from nest_megatron.rules.base import FIELDS, data_parallel, expert_data_parallel
 from nest_megatron.rules.layers import split_form
 from nest_megatron.rules.nearest import layer_shapes, shape_text
@@ -31,9 +31,11 @@ _FORMS = {
     "sequence_parallel": "true or false",
     "layers": "a list of layer counts per chunk, or runs such as 4+8*7",
     "recompute": "none, full/uniform/N, full/block/N or selective:MODULE+MODULE",
-    **{axis: "a positive integer" for axis in _INTEGERS},
+    **dict.fromkeys(_INTEGERS, "a positive integer"),
     **{axis: f"one of {', '.join(names)}" for axis, names in _NAMES.items()},
 }
+#: What can forbid a number of chunks while the other axes stay.
+_INTERLEAVING = tuple(rule for rule in RULES if "vpp" in rule.axes and "layers" not in rule.axes)
 _METHODS = re.compile(r"full/(uniform|block)/([1-9]\d{0,4})")
 _MODULES = re.compile(r"selective:(\w+(?:\+\w+)*)")
 _RUN = re.compile(r"(\d{1,5})(?:\*(\d{1,5}))?")
@@ -43,8 +45,8 @@ def changed(job: TrainJob, layout: Layout, values: Mapping[str, Any]) -> Layout:
     """Return ``layout`` with the axes of ``values`` changed and everything that depends on them.
 
     dp and edp follow from the world.  Unless ``values`` names them: etp stays tied to tp, or falls to what
-    divides it; sequence parallelism ends at tp = 1 and comes with the first tp > 1; vpp falls to what the
-    layers can serve; the layers are dealt anew when pp or vpp change; recomputed layers are cut to a chunk;
+    divides it; sequence parallelism ends at tp = 1 and comes with the first tp > 1; vpp falls to what is
+    legal; the layers are dealt anew when pp or vpp change; recomputed layers are cut to a chunk;
     overlap flags keep their conditions.
 
     Args:
@@ -57,19 +59,32 @@ def changed(job: TrainJob, layout: Layout, values: Mapping[str, Any]) -> Layout:
         new = dataclasses.replace(new, etp=_expert_tensor(job, layout, new.tp))
     if "sequence_parallel" not in values:
         new = dataclasses.replace(new, sequence_parallel=_sequence_parallel(job, layout, new))
-    if "vpp" not in values:
-        new = dataclasses.replace(new, vpp=_chunks(job, new))
-    if "layers" not in values and (new.pp, new.vpp) != (layout.pp, layout.vpp):
+    dp, edp = data_parallel(job, new), expert_data_parallel(job, new)
+    new = dataclasses.replace(new, dp=dp or new.dp, edp=edp or new.edp)
+    if "vpp" in values or new.vpp == 1:
+        return _with_pipeline(job, layout, new, values)
+    fewer = (
+        _with_pipeline(job, layout, dataclasses.replace(new, vpp=vpp), values)
+        for vpp in range(new.vpp, 1, -1)
+        if new.pp > 1 and job.model.num_layers % (new.pp * vpp) == 0
+    )
+    legal = (x for x in fewer if first_code(job, x, _INTERLEAVING) is None)
+    flat = dataclasses.replace(new, vpp=1)
+    return next(legal, None) or _with_pipeline(job, layout, flat, values)
+
+
+def _with_pipeline(job: TrainJob, old: Layout, new: Layout, values: Mapping[str, Any]) -> Layout:
+    """Let layers, recomputation, optimizer instances and overlap follow the degrees of ``new``."""
+    if "layers" not in values and (new.pp, new.vpp) != (old.pp, old.vpp):
         new = dataclasses.replace(new, num_layers_per_chunk=_dealt(job, new))
     if "recompute" not in values:
         new = dataclasses.replace(new, recompute=_recompute(new))
     if new.sharding == "none":
         new = dataclasses.replace(new, num_optimizer_instances=1)
-    if _overlap_conditions(new) != _overlap_conditions(layout):
+    if _overlap_conditions(new) != _overlap_conditions(old):
         free = dataclasses.replace(job, pins={}, bounds={})
         new = dataclasses.replace(new, overlap=Domains(free).overlap(new, vpp=new.vpp))
-    dp, edp = data_parallel(job, new), expert_data_parallel(job, new)
-    return dataclasses.replace(new, dp=dp or new.dp, edp=edp or new.edp)
+    return new
 
 
 def _expert_tensor(job: TrainJob, old: Layout, tp: int) -> int:
@@ -89,14 +104,6 @@ def _sequence_parallel(job: TrainJob, old: Layout, new: Layout) -> bool:
     return job.sequence_length % (new.cp * new.tp) == 0
 
 
-def _chunks(job: TrainJob, new: Layout) -> int:
-    if new.pp == 1:
-        return 1
-    num_layers = job.model.num_layers
-    fitting = (vpp for vpp in range(new.vpp, 1, -1) if num_layers % (new.pp * vpp) == 0)
-    return next(fitting, 1)
-
-
 def _dealt(job: TrainJob, new: Layout) -> tuple[int, ...]:
     """Return the evenest layer counts that the dialect can write, else the evenest ones."""
     facts = facts_for(job.megatron_core_version)
@@ -112,10 +119,7 @@ def _recompute(new: Layout) -> Recompute:
     chosen, counts = new.recompute, new.num_layers_per_chunk
     if chosen.granularity != "full" or not counts:
         return chosen
-    if chosen.method == "block":
-        most = max(counts)
-    else:
-        most = math.gcd(*counts, chosen.num_layers)
+    most = max(counts) if chosen.method == "block" else math.gcd(*counts, chosen.num_layers)
     return dataclasses.replace(chosen, num_layers=min(chosen.num_layers, most))
 
 
@@ -148,12 +152,13 @@ def _recompute_text(chosen: Recompute) -> str:
     return "none" if chosen.granularity == "none" else f"selective:{'+'.join(chosen.modules)}"
 
 
-def differences(old: Layout, new: Layout, *, besides: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the axes that differ, spelled as in ``new``, without those of ``besides``."""
+def differences(job: TrainJob, old: Layout, new: Layout, *, besides: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the axes that differ, as in ``new``; not those of ``besides``, not etp without experts."""
+    skipped = {*besides, *(("etp",) if job.model.moe is None else ())}
     return tuple(
         spelled(new, axis)
         for axis in AXES
-        if axis not in besides and getattr(old, FIELDS[axis]) != getattr(new, FIELDS[axis])
+        if axis not in skipped and getattr(old, FIELDS[axis]) != getattr(new, FIELDS[axis])
     )
 
 

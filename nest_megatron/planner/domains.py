@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
+from nest_megatron.graph.templates import FUSED_ATTENTION
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Overlap, Recompute
 
@@ -113,7 +114,10 @@ class Domains:
             return (pinned,) if pinned.granularity == "selective" else (nothing,)
         choices = [nothing]
         # A flash kernel never stores the scores: recomputing them costs time and frees nothing.
-        if self.job.kernels.attention != "flash" and "core_attn" in self.job.capabilities.recompute_modules:
+        if (
+            self.job.kernels.attention not in FUSED_ATTENTION
+            and "core_attn" in self.job.capabilities.recompute_modules
+        ):
             choices.append(Recompute(granularity="selective", modules=("core_attn",)))
         allowed = self.job.bounds.get("recompute")
         return tuple(c for c in choices if not allowed or c.granularity in (*allowed, "none"))

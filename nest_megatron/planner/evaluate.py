@@ -44,7 +44,7 @@ def problem_of(job: TrainJob, tables: CostTables, layouts: Sequence[Layout]) -> 
         node_memory=tables.node_memory,
         node=i32(range(len(layouts))),
         vpp=i32([x.vpp for x in layouts]),
-        group=i32([x.pp for x in layouts]),
+        group=i32([x.interleaving_group for x in layouts]),
         mode=i32([solver_mode(x.recompute) for x in layouts]),
         num_recompute=i32([max(1, x.recompute.num_layers) for x in layouts]),
         split_start=i32(starts.tolist()),

@@ -17,6 +17,8 @@ from cython_dp import Problem, best_first, bounds, smallest_block
 from nest_megatron.cost.memory import memory_limits
 from nest_megatron.cost.tables import CostModel, CostTables
 from nest_megatron.errors import Factor, NoPlanError
+from nest_megatron.planner.advise import advise
+from nest_megatron.planner.batches import batch_shortage
 from nest_megatron.planner.breakdown import kind_prefix
 from nest_megatron.planner.space import Space, enumerate_space
 from nest_megatron.rules import RULES
@@ -32,6 +34,8 @@ TIE = 0.03
 #: A TIGHT plan must beat the best one that FITS by this share (DESIGN section 6).
 TIGHT_GAIN = 0.10
 RUNNER_UPS = 3
+#: Repairs that the error names when nothing fits.
+NAMED_REPAIRS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,16 +217,26 @@ def _rejections(state: _Searched, certificate: Certificate) -> dict[str, int]:
 
 def _nothing_legal(job: TrainJob, space: Space) -> NoPlanError:
     reasons = sorted(space.rejections.items(), key=lambda item: -item[1])[:3]
+    message = "no layout is legal" + (" under these pins" if job.pins or job.bounds else "")
+    nearest = [f"release the pin of {axis}" for axis in job.pins]
+    shortage = batch_shortage(job)
+    if shortage is not None:
+        message += (
+            f": a global batch of {job.global_batch} cannot be split evenly, because {job.num_gpus} GPUs "
+            f"leave at least {shortage.smallest_dp} data parallel ranks, and a plan never changes the batch"
+        )
+        nearest += [f"{shortage.num_gpus} GPUs"] if shortage.num_gpus else []
+        nearest += [f"a global batch of {size}" for size in shortage.global_batches]
     return NoPlanError(
         "NEST-P01",
-        "no layout is legal under these pins",
+        message,
         factors=[
             Factor("num_gpus", job.num_gpus, job.origin("num_gpus")),
             Factor("global_batch", job.global_batch, job.origin("global_batch")),
             *(Factor(axis, value, job.origin(axis)) for axis, value in job.pins.items()),
             *(Factor("rejected", f"{count} x {space.examples[name]}") for name, count in reasons),
         ],
-        nearest=[f"release the pin of {axis}" for axis in job.pins],
+        nearest=nearest,
     )
 
 
@@ -232,6 +246,7 @@ def _nothing_fits(job: TrainJob, cluster: Cluster, state: _Searched) -> NoPlanEr
     peak = int(state.peak_bytes[smallest])
     need = job.profile.device_factor * peak + job.profile.device_fixed_bytes + job.reserved_bytes
     visible = cluster.accelerator.visible_bytes
+    repair = advise(job, cluster, layout)
     return NoPlanError(
         "NEST-P02",
         f"none of {len(state.space)} legal layouts fits in {gib(visible):.1f} GiB of "
@@ -244,8 +259,12 @@ def _nothing_fits(job: TrainJob, cluster: Cluster, state: _Searched) -> NoPlanEr
             *(Factor(axis, value, job.origin(axis)) for axis, value in job.pins.items()),
         ],
         nearest=[
-            *(f"release the pin of {axis}" for axis in job.pins),
-            "more GPUs",
+            *(advice.describe() for advice in repair.advice[:NAMED_REPAIRS]),
+            *(
+                ()
+                if repair.advice
+                else ("another model, batch or sequence: no two changes of its layout fit",)
+            ),
             "force=true to run it anyway",
         ],
     )

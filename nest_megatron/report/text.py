@@ -14,6 +14,7 @@ from nest_megatron.launch.overrides import override_strings
 from nest_megatron.report import page as fmt
 from nest_megatron.report import tables
 from nest_megatron.report.page import Page
+from nest_megatron.report.repair import render_repair
 from nest_megatron.specs.layout import Layout
 from nest_megatron.specs.plan import Candidate, Certificate, Plan, Prediction
 
@@ -38,20 +39,20 @@ def render_plan(plan: Plan, *, console: Console) -> None:
     """Print a plan: verdict first, then layouts side by side, memory, time, and the limits of the search."""
     page = Page(console)
     page.verbatim(plan.headline, "bold")
-    _provenance(page, plan.provenance)
+    render_provenance(page, plan.provenance)
     page.line()
     page.show(tables.layout_panel(page, plan.user, _as_candidate(plan)))
     _ratio(page, plan)
     _notes(page, plan.layout, plan.prediction)
     _memory(page, plan.prediction, "Memory per stage of the plan, GiB")
     _time(page, plan.prediction, plan.user.prediction, "Time per step of the plan")
-    _violations(page, plan.user.violations)
+    render_violations(page, plan.user.violations)
     _lines(page, "Changed keys", override_strings(plan.edits), "none")
     _lines(page, "Environment", [f"{name}={value}" for name, value in plan.env.items()], "nothing to set")
     _rank_map(page, plan.rank_map)
     _alternatives(page, plan)
     _assumptions(page, plan.assumptions)
-    _not_checked(page)
+    render_not_checked(page)
 
 
 def render_check(check: Check, *, console: Console, assumptions: Sequence[str] = ()) -> None:
@@ -63,8 +64,8 @@ def render_check(check: Check, *, console: Console, assumptions: Sequence[str] =
     page = Page(console)
     user, plan = check.user, check.plan
     page.verbatim(check_verdict(check), "bold")
-    _provenance(page, plan.provenance if plan else {})
-    _violations(page, user.violations)
+    render_provenance(page, plan.provenance if plan else {})
+    render_violations(page, user.violations)
     page.line()
     page.show(tables.layout_panel(page, user, _as_candidate(plan) if plan else None))
     if plan is not None:
@@ -73,6 +74,8 @@ def render_check(check: Check, *, console: Console, assumptions: Sequence[str] =
         _notes(page, user.layout, user.prediction)
         _memory(page, user.prediction, "Memory per stage of your layout, GiB")
         _time(page, user.prediction, None, "Time per step of your layout")
+    if check.repair is not None:
+        render_repair(page, check.repair, "To make your layout fit, change")
     if plan is not None:
         edits = override_strings(plan.edits)
         _lines(page, "To use the plan, change", edits, "nothing: the plan is your layout")
@@ -81,7 +84,7 @@ def render_check(check: Check, *, console: Console, assumptions: Sequence[str] =
         page.section("No better layout can be named")
         page.bullets([check.failure.render()])
     _assumptions(page, dict.fromkeys((*assumptions, *(plan.assumptions if plan else ()))))
-    _not_checked(page)
+    render_not_checked(page)
 
 
 def check_verdict(check: Check) -> str:
@@ -109,7 +112,8 @@ def _as_candidate(plan: Plan) -> Candidate:
     return Candidate(layout=plan.layout, prediction=plan.prediction)
 
 
-def _provenance(page: Page, provenance: Mapping[str, Any]) -> None:
+def render_provenance(page: Page, provenance: Mapping[str, Any]) -> None:
+    """Print where everything came from, in one line."""
     known = [f"{key.replace('_', ' ')}: {value}" for key, value in provenance.items() if value]
     if known:
         page.line("; ".join(known), "dim")
@@ -181,10 +185,13 @@ def _time(page: Page, prediction: Prediction, other: Prediction | None, title: s
     page.show(tables.time_table(page, prediction, other))
 
 
-def _violations(page: Page, violations: Sequence[Mapping[str, Any]]) -> None:
+def render_violations(
+    page: Page, violations: Sequence[Mapping[str, Any]], title: str = "Your layout is illegal"
+) -> None:
+    """Print every broken rule with its factors, nearest choices and source; nothing without any."""
     if not violations:
         return
-    page.section("Your layout is illegal")
+    page.section(title)
     for violation in violations:
         page.bullets([f"{violation['code']} {violation['rule']}: {violation['message']}"], "red")
         for factor in violation.get("factors", ()):
@@ -257,6 +264,7 @@ def _assumptions(page: Page, assumptions: Sequence[str] | Mapping[str, Any]) -> 
     page.bullets(list(assumptions) or ["none"])
 
 
-def _not_checked(page: Page) -> None:
+def render_not_checked(page: Page) -> None:
+    """Print what no report vouches for."""
     page.section("What this plan does not check")
     page.bullets(NOT_CHECKED)

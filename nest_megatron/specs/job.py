@@ -8,7 +8,8 @@ from typing import Any, Literal
 from nest_megatron.specs.layout import Layout, Order, Sharding
 from nest_megatron.specs.model import ModelSpec
 
-AttentionKernel = Literal["flash", "fused_softmax", "unfused"]
+#: ``flash`` and ``flash1`` are flash-attn 2 and 1, ``cudnn`` the fused attention of Transformer Engine.
+AttentionKernel = Literal["flash", "flash1", "cudnn", "fused_softmax", "unfused"]
 LossKernel = Literal["vocab_parallel", "native_fused", "te_fused"]
 UnshardedGradOverlap = Literal["never", "without_pp_and_sp", "as_asked"]
 
@@ -33,6 +34,8 @@ class Recipe:
         optimizer_bytes: bytes per parameter of master weights and moments, before sharding.
         step_extra_bytes: bytes per parameter that live only during the optimizer step.
         cached_weight_bytes: bytes per layer weight of low-precision copies kept between micro-batches.
+        end_optimizer_bytes: replicated optimizer bytes per parameter of embedding and head, where an
+            optimizer treats them differently; None means like the layers.
         wgrad_fusion: weight gradients accumulate inside the GEMM epilogue.
     """
 
@@ -46,12 +49,19 @@ class Recipe:
     optimizer_bytes: int
     step_extra_bytes: int = 0
     cached_weight_bytes: int = 0
+    end_optimizer_bytes: int | None = None
     wgrad_fusion: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Which implementations run, as far as the configuration says."""
+    """Which implementations run, as far as the configuration says.
+
+    Args:
+        large_cublas_workspace: ``CUBLAS_WORKSPACE_CONFIG`` asks for the large one on any GPU.
+        deferred_embedding_wgrad: the output layer keeps logits of two micro-batches.
+        dataloader_mask: first and last stage hold a byte mask of sequence squared.
+    """
 
     attention: AttentionKernel = "flash"
     fused_norm: bool = True
@@ -60,6 +70,9 @@ class Kernels:
     loss: LossKernel = "vocab_parallel"
     transformer_engine: bool = True
     cuda_graphs: bool = False
+    large_cublas_workspace: bool = False
+    deferred_embedding_wgrad: bool = False
+    dataloader_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +86,18 @@ class FrameworkProfile:
         host_floor_s: host time of one dense block's forward pass (time_model.md section 3).
         moe_host_factor: the same for an MoE block, as a multiple.
         step_overhead_s: fixed time per step.
+        pipeline_buffers: stage-boundary tensors that a pipelined rank holds at its peak.
+        keeps_stage_outputs: every in-flight chunk also keeps its output (1) or not (0).
+        caches_dummy_wgrads: one dummy gradient per weight shape stays allocated (1) or not (0).
+        loss_bytes_per_logit: peak bytes per logit; 0 means by loss kernel.  ``gathers_logits``: on the whole
+            vocabulary (1) instead of a tp shard (0).
+        unfused_norm_saved_bytes, rotary_saved_bytes: extra saved bytes per element of hidden states.
+        score_saved_bytes: saved per unfused attention score; 0 means by dropout.
+        score_transient_bytes: alive per unfused score while its backward runs.
+        boundary_transients: hidden-state tensors alive in one layer's backward.
+        fixed_workspace_bytes: workspaces; 0 means cuBLAS and Transformer Engine by generation.
+        selective_kept_share: share of activations that op-level selective recomputation keeps.
+        unsharded_weight_units, unsharded_grad_units: layers held unsharded by fully sharded data parallelism.
         sources: quantity -> where its value comes from.
     """
 
@@ -87,6 +112,20 @@ class FrameworkProfile:
     host_floor_s: float
     moe_host_factor: float
     step_overhead_s: float
+    pipeline_buffers: int = 4
+    keeps_stage_outputs: int = 0
+    caches_dummy_wgrads: int = 1
+    loss_bytes_per_logit: float = 0.0
+    gathers_logits: int = 0
+    unfused_norm_saved_bytes: int = 0
+    rotary_saved_bytes: int = 0
+    score_saved_bytes: int = 0
+    score_transient_bytes: int = 4
+    boundary_transients: int = 2
+    fixed_workspace_bytes: int = 0
+    selective_kept_share: float = 1.0
+    unsharded_weight_units: int = 2
+    unsharded_grad_units: int = 1
     sources: dict[str, str] = field(default_factory=dict)
 
 

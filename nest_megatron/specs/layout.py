@@ -64,6 +64,7 @@ class Layout:
         vpp: virtual chunks per pipeline rank (1 = no interleaving).
         etp: expert tensor parallel size; ``edp`` = world / (etp * ep * pp).
         num_layers_per_chunk: length ``pp * vpp`` in model order; chunk j runs on pipeline rank ``j % pp``.
+        micro_batch_group: micro-batches per interleaving group; 0 means ``pp``, Megatron's default.
         order: rank order, left fastest (research/config_surface.md 3.1).
     """
 
@@ -81,6 +82,7 @@ class Layout:
     num_layers_per_chunk: tuple[int, ...] = ()
     sharding: Sharding = "none"
     num_optimizer_instances: int = 1
+    micro_batch_group: int = 0
     recompute: Recompute = field(default_factory=Recompute)
     overlap: Overlap = field(default_factory=Overlap)
     order: Order = "tp-cp-ep-dp-pp"
@@ -94,6 +96,11 @@ class Layout:
     def num_micro_batches(self) -> int:
         """Micro-batches per step, ``m`` (floor; the batch rules demand exact division)."""
         return self.global_batch // max(1, self.micro_batch * self.dp)
+
+    @property
+    def interleaving_group(self) -> int:
+        """Micro-batches that run through one chunk before the next chunk starts."""
+        return self.micro_batch_group or self.pp
 
     def describe(self) -> str:
         """Return the short form used in tables, for example ``TP4 PP8 VPP2 DP4 mbs1 SP``."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BlockKind = Literal["dense", "moe"]
+#: ``dense`` and ``moe`` are whole transformer layers; the others the single-mixer layers of hybrid models.
+BlockKind = Literal["dense", "moe", "attention", "mlp", "experts", "mamba"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,18 @@ class MLASpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """Mamba-2 mixer widths; inner width = ``num_heads * head_dim``."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Shapes of a decoder-only transformer.
+    """Shapes of a transformer trained with one stack of layers.
 
     Args:
         num_query_groups: KV heads; equal to ``num_attention_heads`` without GQA.
@@ -58,6 +69,9 @@ class ModelSpec:
         rms_norm: RMSNorm (one vector) instead of LayerNorm (two).
         linear_bias: biases in every linear layer; ``qkv_bias`` only in the QKV projection.
         mtp_num_layers: multi-token-prediction depths after the last layer.
+        squared_relu_copy: the MLP activation saves its input a second time.
+        pooler_head: the replicated binary head and token types of BERT.
+        hybrid_layers: the kind of every layer of a hybrid model, empty otherwise.
     """
 
     name: str
@@ -81,7 +95,11 @@ class ModelSpec:
     attention_dropout: float = 0.0
     moe: MoESpec | None = None
     mla: MLASpec | None = None
+    mamba: MambaSpec | None = None
     mtp_num_layers: int = 0
+    squared_relu_copy: bool = False
+    pooler_head: bool = False
+    hybrid_layers: tuple[BlockKind, ...] = ()
 
     def __post_init__(self) -> None:
         """Reject shapes that no framework can build.
@@ -109,6 +127,8 @@ class ModelSpec:
     @property
     def layer_kinds(self) -> tuple[BlockKind, ...]:
         """Block kind of each layer, in model order."""
+        if self.hybrid_layers:
+            return self.hybrid_layers
         kinds: tuple[BlockKind, BlockKind] = ("dense", "moe")
         pattern = (0,) * self.num_layers if self.moe is None else self.moe.layer_pattern
         return tuple(kinds[bool(flag)] for flag in pattern)
