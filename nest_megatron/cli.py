@@ -1,4 +1,4 @@
-"""The command line: ``nest-megatron plan``, ``check``, ``explain``.
+"""The command line: ``nest-megatron plan``, ``check``, ``explain``, ``doctor``.
 
 Imports stay light, so that ``--help`` answers at once: everything else is imported when a command runs.
 """
@@ -38,6 +38,7 @@ _EXIT_CODES = """exit codes:
   1  plan, explain: no layout is legal and fits, or a defect of the planner
      check: the layout is illegal or does not fit
   2  the input cannot be used: file, key, value or option
+  doctor: 0 a run can be planned in this environment, 1 it cannot
 """
 
 
@@ -48,8 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = [text for text in rest if text.startswith("-")]
     if options:
         parser.error(f"unrecognized arguments: {' '.join(options)}")
+    if rest and "overrides" not in arguments:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     # argparse ends a list of positionals at the first option; what follows it arrives here, in order.
-    arguments.overrides = [*arguments.overrides, *rest]
+    arguments.overrides = [*getattr(arguments, "overrides", ()), *rest]
     try:
         code: int = arguments.run(arguments)
     except NestError as error:
@@ -96,7 +99,23 @@ def _parser() -> argparse.ArgumentParser:
         default="plan",
         help="the layout that is varied and compared with: the plan's, or the configuration's own",
     )
+    _doctor_command(commands)
     return parser
+
+
+def _doctor_command(commands: Any) -> None:
+    purpose = "prove that +nest=auto plans in this environment"
+    doctor = commands.add_parser(
+        "doctor",
+        help=purpose,
+        description=purpose[0].upper() + purpose[1:] + ".",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    doctor.add_argument("--quiet", action="store_true", help="print only what fails")
+    doctor.add_argument("--json", metavar="OUT", help="write the findings as JSON; - is standard output")
+    doctor.set_defaults(run=run_doctor)
 
 
 def _version() -> str:
@@ -220,6 +239,30 @@ def _explanation_json(explanation: Explanation, loading: Sequence[str]) -> str:
     record = {"schema": SCHEMA, **codec.to_plain(explanation)}
     record["assumptions"] = [*loading, *explanation.assumptions]
     return json.dumps(record, indent=2) + "\n"
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Examine this environment, print the findings, or with ``--quiet`` only what fails."""
+    from nest_megatron.launch.doctor import examine
+    from nest_megatron.report.doctor import render_examination, verdict
+
+    examination = examine()
+    if arguments.json is not None:
+        import json
+
+        from nest_megatron.specs import codec
+
+        record = {"exit_code": examination.exit_code, **codec.to_plain(examination)}
+        _write(arguments.json, json.dumps(record, indent=2) + "\n")
+    if not arguments.quiet:
+        _report(lambda console: render_examination(examination, console=console), arguments)
+    elif examination.failed:
+        from nest_megatron.report.page import escaped
+
+        for finding in examination.failed:
+            print(f"{finding.subject}: {escaped(finding.detail)}", file=sys.stderr)
+        print(escaped(verdict(examination)), file=sys.stderr)
+    return examination.exit_code
 
 
 def _inputs(arguments: argparse.Namespace) -> tuple[DictConfig, tuple[str, ...], PlanSettings]:

@@ -231,6 +231,11 @@ def _unsharded_terms(
     unsharded[:, Feature.ANY] = np.where(gathers, per_layer, 0)
     ends = 2 * recipe.param_gather_bytes * at["parameters_output"]
     unsharded[:, Feature.ONE] = np.where(gathers, ends, 0)
+    if facts.unsharded_with_pipeline:
+        held = (at["dense_parameters"] + at["expert_parameters"]) * (
+            recipe.param_gather_bytes + recipe.grad_reduce_bytes
+        )
+        unsharded[:, _slots(Feature.HELD)] = np.where((gathers & (nodes.pp > 1))[:, None], held, 0)
 
 
 def phases(num_kinds: int) -> tuple[str, ...]:
@@ -265,9 +270,15 @@ def term_mask(term: str, phase: int) -> Int64:
 
 def device_bytes(allocated_bytes: Int64, job: TrainJob) -> Int64:
     """Return what the device reports for an allocated peak (memory_model.md section 3)."""
+    scaled: Int64 = np.ceil(job.profile.device_factor * allocated_bytes).astype(np.int64)
+    return scaled + fixed_device_bytes(job)
+
+
+def fixed_device_bytes(job: TrainJob) -> int:
+    """Return what lies outside the allocator: context, communicators, libraries."""
     profile = job.profile
-    scaled: Int64 = np.ceil(profile.device_factor * allocated_bytes).astype(np.int64)
-    return scaled + profile.device_fixed_bytes
+    small = job.num_gpus <= profile.small_world_gpus
+    return profile.device_fixed_small_bytes if small else profile.device_fixed_bytes
 
 
 def feasible(allocated_bytes: Int64, job: TrainJob, visible_bytes: int) -> npt.NDArray[np.bool_]:
@@ -277,7 +288,7 @@ def feasible(allocated_bytes: Int64, job: TrainJob, visible_bytes: int) -> npt.N
 
 def memory_limits(job: TrainJob, visible_bytes: int) -> tuple[int, int]:
     """Return the largest allocated peaks that FIT and that run (``feasible`` and ``band`` inverted)."""
-    free = visible_bytes - job.reserved_bytes - job.profile.device_fixed_bytes
+    free = visible_bytes - job.reserved_bytes - fixed_device_bytes(job)
     runs = min(math.floor(free / job.profile.device_factor), math.floor(OOM_ABOVE * visible_bytes))
     return min(runs, math.ceil(TIGHT_ABOVE * visible_bytes) - 1), runs
 

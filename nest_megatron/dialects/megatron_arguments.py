@@ -43,7 +43,6 @@ class Arguments:
         script: training script, empty when it is not known.
         release: megatron-core release whose defaults apply.
         overridden: dotted keys that the command line of this tool sets.
-        unknown: flags that the table does not have, as written.
         spelling: field -> key for a field that is not given; how an absent argument is named.
     """
 
@@ -52,7 +51,6 @@ class Arguments:
     script: str = ""
     release: Release = (0, 16)
     overridden: frozenset[str] = frozenset()
-    unknown: tuple[str, ...] = ()
     spelling: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
@@ -239,35 +237,35 @@ def flag_of(name: str) -> Flag | None:
     """Return the table's entry of a flag, with or without dashes; None when the table has none.
 
     Raises:
-        BadInputError: the name is one typing error away from a flag that is read here; Megatron-LM would
-            refuse it (it accepts no abbreviations).
+        BadInputError: the name is a flag that is read here, shortened by a word or misspelt; Megatron-LM
+            would refuse it (it accepts no abbreviations).
     """
     bare = name.lstrip("-")
     entry = FLAGS.get(bare)
     if entry is None and bare not in _NEIGHBOURS:
-        close = [known for known in nearest_names(bare, tuple(FLAGS), count=1) if _one_typo(bare, known)]
-        if close:
+        meant = [known for known in nearest_names(bare, _DECISIVE) if _misspells(bare, known)]
+        if meant:
             raise BadInputError(
                 "NEST-M04",
                 f"--{bare} is not a flag of Megatron-LM",
                 factors=[Factor(f"--{bare}", "unknown flag", CONFIG_FILE)],
-                nearest=(f"--{close[0]}",),
+                nearest=(f"--{meant[0]}",),
             )
     return entry
 
 
-#: Real flags that are not read here and differ little from one that is (0.8 to 0.19).
-_NEIGHBOURS = frozenset({})
+_DECISIVE = tuple(name for name, flag in FLAGS.items() if flag.decides not in ("note", "refusal"))
+#: Real flags that are not read here and are spelt almost like one that is (0.8 to 0.19).
+_NEIGHBOURS = frozenset({"fp4-param-gather", "fp4-recipe", "decoder-seq-length", "vocab-file"})
+_MAX_LETTERS = 2
 
 
-def _one_typo(name: str, known: str) -> bool:
-    """Return whether one name is the other with up to three letters, or one word, changed or left out."""
-    if sorted(name.replace("_", "-")) == sorted(known):
-        return True
-    shorter, longer = sorted((name.replace("_", "-").split("-"), known.split("-")), key=len)
-    if len(longer) - len(shorter) == 1 and len(shorter) >= 2:
-        return any(longer[:i] + longer[i + 1 :] == shorter for i in range(len(longer)))
-    return len(name) > 6 and len(shorter) == len(longer) and _edits(name, known) <= 3
+def _misspells(name: str, known: str) -> bool:
+    """Return whether ``name`` is ``known`` without one word, or with one or two letters changed."""
+    words, wanted = name.replace("_", "-").split("-"), known.split("-")
+    if len(wanted) == len(words) + 1 >= 3:
+        return any(wanted[:i] + wanted[i + 1 :] == words for i in range(len(wanted)))
+    return len(words) == len(wanted) and _edits(name.replace("_", "-"), known) <= _MAX_LETTERS
 
 
 def _edits(a: str, b: str) -> int:

@@ -105,8 +105,8 @@ def _items(words: list[str], unset: list[str]) -> Iterator[Item]:
         word = words[i]
         i += 1
         if not word.startswith("--"):
-            if is_placeholder(word):
-                unset.append(word)
+            if is_placeholder(word) or not word.strip():
+                unset += [word] * bool(word.strip())
                 continue
             raise _stray(word)
         flag, equals, value = word.partition("=")

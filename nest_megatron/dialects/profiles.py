@@ -55,11 +55,15 @@ class _ProfileFile:
     selective_kept_share: Quantity | None = None
     unsharded_weight_units: Quantity | None = None
     unsharded_grad_units: Quantity | None = None
+    unsharded_with_pipeline: Quantity | None = None
+    small_world_gpus: Quantity | None = None
+    device_fixed_small_GiB: Quantity | None = None
 
 
 #: File key -> field of the profile and factor, where the unit changes on loading.
 _CONVERTED: dict[str, tuple[str, float]] = {
     "device_fixed_GiB": ("device_fixed_bytes", units.GIB),
+    "device_fixed_small_GiB": ("device_fixed_small_bytes", units.GIB),
     "fixed_workspace_MiB": ("fixed_workspace_bytes", units.MIB),
     "host_floor_ms": ("host_floor_s", units.MILLI),
     "step_overhead_ms": ("step_overhead_s", units.MILLI),

@@ -33,7 +33,8 @@ def mlp_operators(z: Sizes, name: str, width: int, *, module: str) -> list[Opera
     model = z.model
     gates = 2 if model.gated_mlp else 1
     up = z.tokens * width * gates
-    kept = not z.drops(module)
+    # Recomputing a whole MoE layer covers its shared expert.
+    kept = not z.drops(module) and not (module == "shared_experts" and z.drops("moe"))
     copies = 2 if model.squared_relu_copy else 1
     activation_traffic = (6 if model.gated_mlp else 4) * z.tokens * width
     if not z.kernels.fused_activation:

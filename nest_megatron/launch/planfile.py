@@ -33,10 +33,15 @@ _SEAL_KEYS = ("fingerprint", "fingerprint_parts", "plan_digest")
 
 
 def cache_folder(fingerprint: Fingerprint, environment: Mapping[str, str] = os.environ) -> Path:
-    """Return ``$NEST_CACHE/<job id>-<restart count>-<fingerprint>``; the default cache is the user's."""
+    """Return ``$NEST_CACHE/<job id>-<restart count>-<fingerprint>``."""
+    return cache_root(environment) / f"{job_key(environment)}-{fingerprint.digest[:_FOLDER_DIGITS]}"
+
+
+def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return ``$NEST_CACHE``, or the user's own cache folder."""
     given = environment.get("NEST_CACHE")
     root = Path(given).expanduser() if given else platformdirs.user_cache_path("nest-megatron")
-    return root.absolute() / f"{job_key(environment)}-{fingerprint.digest[:_FOLDER_DIGITS]}"
+    return root.absolute()
 
 
 def plan_once(

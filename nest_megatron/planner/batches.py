@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from nest_megatron.planner.space import enumerate_space
 from nest_megatron.specs.job import TrainJob
 
-#: Worlds tried before the search for one with a legal layout ends.
-_TRIES = 16
+#: Worlds and batches tried on each side; an empty space takes about 10 ms to enumerate.
+_WORLDS, _BATCHES = 256, 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +18,7 @@ class BatchShortage:
 
     Args:
         smallest_dp: the least data parallel size that the other rules and the pins allow.
-        num_gpus: the largest smaller world on which the batch has a legal layout, None when none was found.
+        num_gpus: the largest smaller world on which the batch has a legal layout, None when none is near.
         global_batches: the nearest batches below and above that have a legal layout on all GPUs.
     """
 
@@ -37,22 +38,19 @@ def batch_shortage(job: TrainJob) -> BatchShortage | None:
     if not nodes:
         return None
     sizes = sorted({node.dp for node in nodes})
-    model_parallel = {node.tp * node.cp * node.pp for node in nodes}
     return BatchShortage(
         smallest_dp=sizes[0],
-        num_gpus=_smaller_world(job, model_parallel),
+        num_gpus=_smaller_world(job),
         global_batches=_nearest_batches(job, sizes),
     )
 
 
 def _with_batch(job: TrainJob, global_batch: int) -> TrainJob:
     """Return the job with another batch; an evaluation batch that equals the old one follows."""
-    follows = job.evaluation_batch in (None, job.global_batch)
-    return dataclasses.replace(
-        job,
-        global_batch=global_batch,
-        evaluation_batch=job.evaluation_batch and global_batch if follows else job.evaluation_batch,
-    )
+    evaluation = job.evaluation_batch
+    if evaluation == job.global_batch:
+        evaluation = global_batch
+    return dataclasses.replace(job, global_batch=global_batch, evaluation_batch=evaluation)
 
 
 def _nearest_batches(job: TrainJob, sizes: list[int]) -> tuple[int, ...]:
@@ -62,18 +60,17 @@ def _nearest_batches(job: TrainJob, sizes: list[int]) -> tuple[int, ...]:
     above = sorted({-(-batch // dp) * dp for dp in sizes})
     found: list[int] = []
     for candidates in (below, above):
-        legal = (size for size in candidates[:_TRIES] if len(enumerate_space(_with_batch(job, size))))
+        legal = (size for size in candidates[:_BATCHES] if len(enumerate_space(_with_batch(job, size))))
         found.extend(size for size in [next(legal, None)] if size is not None and size != batch)
     return tuple(found)
 
 
-def _smaller_world(job: TrainJob, model_parallel: set[int]) -> int | None:
-    """Return the largest world of whole nodes below the job's on which some layout is legal."""
-    divisors = [dp for dp in range(1, min(job.global_batch, job.num_gpus) + 1) if job.global_batch % dp == 0]
+def _smaller_world(job: TrainJob) -> int | None:
+    """Return the largest smaller world with a legal layout: whole nodes, or part of one node."""
     per_node = job.gpus_per_node
-    worlds = {size * dp for size in model_parallel for dp in divisors if size * dp < job.num_gpus}
-    whole = sorted((world for world in worlds if world % per_node == 0 or world < per_node), reverse=True)
-    for world in whole[:_TRIES]:
+    whole = range((job.num_gpus - 1) // per_node * per_node, 0, -per_node)
+    part = range(min(per_node, job.num_gpus) - 1, 0, -1)
+    for world in itertools.islice(itertools.chain(whole, part), _WORLDS):
         if len(enumerate_space(dataclasses.replace(job, num_gpus=world))):
             return world
     return None

@@ -45,9 +45,9 @@ def changed(job: TrainJob, layout: Layout, values: Mapping[str, Any]) -> Layout:
     """Return ``layout`` with the axes of ``values`` changed and everything that depends on them.
 
     dp and edp follow from the world.  Unless ``values`` names them: etp stays tied to tp, or falls to what
-    divides it; sequence parallelism ends at tp = 1 and comes with the first tp > 1; vpp falls to what is
-    legal; the layers are dealt anew when pp or vpp change; recomputed layers are cut to a chunk;
-    overlap flags keep their conditions.
+    divides it; sequence parallelism ends at tp = 1 and comes with the first tp > 1; vpp follows a list of
+    layers, and falls to what is legal; the layers are dealt anew when pp or vpp change; recomputed layers are
+    cut to a chunk; overlap flags keep their conditions.
 
     Args:
         values: axis -> value of the type the layout holds; ``overlap`` is not an axis to ask for.
@@ -61,12 +61,15 @@ def changed(job: TrainJob, layout: Layout, values: Mapping[str, Any]) -> Layout:
         new = dataclasses.replace(new, sequence_parallel=_sequence_parallel(job, layout, new))
     dp, edp = data_parallel(job, new), expert_data_parallel(job, new)
     new = dataclasses.replace(new, dp=dp or new.dp, edp=edp or new.edp)
-    if "vpp" in values or new.vpp == 1:
+    if "vpp" not in values and "layers" in values and len(new.num_layers_per_chunk) % new.pp == 0:
+        new = dataclasses.replace(new, vpp=len(new.num_layers_per_chunk) // new.pp)
+    if "vpp" in values or "layers" in values or new.vpp == 1:
         return _with_pipeline(job, layout, new, values)
+    as_before = {layout.vpp} if new.pp == layout.pp else set()
     fewer = (
         _with_pipeline(job, layout, dataclasses.replace(new, vpp=vpp), values)
         for vpp in range(new.vpp, 1, -1)
-        if new.pp > 1 and job.model.num_layers % (new.pp * vpp) == 0
+        if new.pp > 1 and (vpp in as_before or job.model.num_layers % (new.pp * vpp) == 0)
     )
     legal = (x for x in fewer if first_code(job, x, _INTERLEAVING) is None)
     flat = dataclasses.replace(new, vpp=1)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cython_dp import Problem, best_first, bounds, smallest_block
-from nest_megatron.cost.memory import memory_limits
+from nest_megatron.cost.memory import device_bytes, memory_limits
 from nest_megatron.cost.tables import CostModel, CostTables
 from nest_megatron.errors import Factor, NoPlanError
 from nest_megatron.planner.advise import advise
@@ -244,7 +244,7 @@ def _nothing_fits(job: TrainJob, cluster: Cluster, state: _Searched) -> NoPlanEr
     smallest = int(state.peak_bytes.argmin())
     layout = state.space.layout(smallest)
     peak = int(state.peak_bytes[smallest])
-    need = job.profile.device_factor * peak + job.profile.device_fixed_bytes + job.reserved_bytes
+    need = int(device_bytes(np.array([peak]), job)[0]) + job.reserved_bytes
     visible = cluster.accelerator.visible_bytes
     repair = advise(job, cluster, layout)
     return NoPlanError(

@@ -61,7 +61,7 @@ def build(record: dict[str, Any]) -> Built:
     if record.get("megatron_args"):
         raise NotComputable("Megatron-LM arguments are read by the megatron_lm dialect")
     model_name = str(record["model"].get("name") or "")
-    text = f"{model_name} | {record.get('notes') or ''}"
+    text = f"{model_name} | {record.get('accelerator')} | {record.get('notes') or ''}"
     if re.search(r"\blora\b", text.lower()):
         raise NotComputable("LoRA: frozen weights are not modelled")
     try:
@@ -109,6 +109,10 @@ def _model(record: dict[str, Any], stack: dict[str, Any], sequence: int) -> Mode
     }
     known = public_shape(str(record["model"].get("name") or ""))
     shape = {**stack["model"], **known, **printed, "name": record["model"].get("name")}
+    dense = re.search(r"dense_layers=(\d+)", str(record.get("notes") or ""))
+    if dense:
+        shape["dense_first"] = int(dense.group(1))
+    _infer(shape, record)
     if known.get("pattern"):
         shape.pop("num_layers", None)
     if not shape.get("vocab"):
@@ -117,6 +121,21 @@ def _model(record: dict[str, Any], stack: dict[str, Any], sequence: int) -> Mode
         return build_model(shape, sequence=sequence)
     except KeyError as missing:
         raise NotComputable(f"the model's {missing.args[0]} is not printed") from None
+
+
+def _infer(shape: dict[str, Any], record: dict[str, Any]) -> None:
+    """Fill depth from the printed parameter count (12 h^2 per layer) and heads from 128-wide ones."""
+    billions, hidden = record["model"].get("params_b"), shape.get("hidden")
+    if (
+        hidden
+        and not shape.get("num_layers")
+        and billions
+        and shape.get("vocab")
+        and not shape.get("experts")
+    ):
+        shape["num_layers"] = round((billions * 1e9 - shape["vocab"] * hidden) / (12 * hidden**2))
+    if hidden and not shape.get("heads"):
+        shape["heads"] = hidden // 128
 
 
 def _cluster(record: dict[str, Any]) -> Cluster:
@@ -139,8 +158,8 @@ def _layout(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec, bra
     if not dp:
         raise NotComputable("neither the GPU count nor the data-parallel size is printed")
     micro_batch, global_batch = _batches(record, stack, int(dp), degree["pp"])
-    etp = int(record.get("etp") or (degree["tp"] if model.moe is not None else 1))
     world = inner * int(dp)
+    etp = _expert_tensor_parallel(record, model, degree, world)
     if record.get("pp") is None and record.get("tp") is None and record.get("num_gpus", 1) != 1:
         brackets.append("the layout's degrees are not printed: 1 is assumed")
     sharding = _sharding(record, stack)
@@ -158,6 +177,16 @@ def _layout(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec, bra
         recompute=_recompute(record, brackets),
         overlap=Overlap(grad_reduce=not plain, param_gather=sharding == "optim", p2p=degree["vpp"] > 1),
     )
+
+
+def _expert_tensor_parallel(
+    record: dict[str, Any], model: ModelSpec, degree: dict[str, int], world: int
+) -> int:
+    """Return the printed size; unset means tp where the expert grid then divides the world, else 1."""
+    if record.get("etp") or model.moe is None:
+        return int(record.get("etp") or degree["tp"])
+    follows = degree["tp"] * degree["ep"] * degree["pp"]
+    return degree["tp"] if degree["ep"] == 1 and world % follows == 0 else 1
 
 
 def even_split(num_layers: int, chunks: int) -> tuple[int, ...]:

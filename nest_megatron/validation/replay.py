@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
+
+from nest_megatron.cost.memory import device_bytes
 from nest_megatron.errors import NestError
 from nest_megatron.planner.evaluate import Evaluator
 from nest_megatron.specs.plan import Prediction
@@ -35,13 +38,13 @@ def predict_record(record: dict[str, Any]) -> dict[str, Any]:
 
 def _entry(record: dict[str, Any], built: Built, prediction: Prediction) -> dict[str, Any]:
     stage = prediction.stages[_scope(record, prediction)]
-    device = built.job.profile.device_factor * stage.allocated_bytes + built.job.profile.device_fixed_bytes
+    device = int(device_bytes(np.array([stage.allocated_bytes]), built.job)[0])
     return {
         "id": record["id"],
         "status": "bracket" if built.brackets else "computed",
         "reason": "; ".join(built.brackets),
         "peak_allocated_bytes": stage.allocated_bytes,
-        "peak_device_bytes": round(device),
+        "peak_device_bytes": device,
         "worst_allocated_bytes": prediction.peak_allocated_bytes,
         "feasible": prediction.feasible,
         "band": prediction.band,

@@ -53,7 +53,7 @@ def stage(shared: Path, name: str, **changes: object) -> DictConfig:
 
 @cache
 def _undefaulted(path: Path) -> DictConfig:
-    """Return a file without its defaults list, as ``load_config`` does, which parses twice to judge the file."""
+    """Return a file without its defaults list, like ``load_config``, which parses twice."""
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
     config.pop("defaults", None)

@@ -85,7 +85,7 @@ def test_a_self_reference_to_an_absent_key_is_named(shared: Path) -> None:
 
 
 def test_edits_carry_the_prefix_of_the_configuration_they_are_for(shared: Path) -> None:
-    """One changed axis edits one key, ``model.`` alone and ``training.model.`` composed; the product follows."""
+    """One changed axis edits one key, below ``model`` or ``training.model``; the product follows."""
     OmegaConf.register_new_resolver("multiply", lambda x, y: x * y)
     try:
         for config, prefix in ((stage(shared, "gpt3/5b"), ""), (launched(shared, "gpt3/5b"), "training.")):
@@ -113,7 +113,7 @@ def test_the_users_own_layout_needs_no_edit(shared: Path) -> None:
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_written_layout_is_read_back(shared: Path, name: str, data: st.DataObject) -> None:
-    """read(apply(write(layout))) asks for the layout, alone and composed; a second write has nothing to do."""
+    """read(apply(write(layout))) asks for the layout, alone and composed; a second write is empty."""
     config = data.draw(st.sampled_from((stage, launched)))(shared, name)
     job = read(config, gpus=GPUS)
     layout = data.draw(layouts(job))
@@ -185,7 +185,7 @@ def test_command_line_values_pin_and_group_choices_do_not(shared: Path) -> None:
     ],
 )
 def test_other_models_are_named_with_their_sizes(shared: Path, name: str, sentence: str) -> None:
-    """A model that is not GPT is refused by kind, with the parallel sizes it asks for, under both dialects."""
+    """A model that is not GPT is refused by kind, with the parallel sizes it asks for."""
     expected = f"NEST-D20: this configuration trains {sentence}; only decoder-only GPT is planned"
     assert refusal(stage(shared, name)) == refusal(launched(shared, name)) == expected
 
@@ -208,7 +208,7 @@ def test_falcon_is_illegal_as_shipped(shared: Path) -> None:
 
 
 def test_sequence_parallelism_without_tp_is_cleared_as_nemo_does(shared: Path) -> None:
-    """mixtral_8x7b asks for sequence parallelism at TP 1: NeMo clears it, so the job is legal, and it is said."""
+    """mixtral_8x7b asks for sequence parallelism at TP 1: NeMo clears it, so the job is legal."""
     config = launched(shared, "mixtral/mixtral_8x7b")
     assert config.training.model.sequence_parallel is True
     job = read(config)

@@ -1,4 +1,4 @@
-"""A stand-in for the NeMo launcher's main.py: its resolvers and its loop over stages, nothing is submitted."""
+"""A stand-in for the NeMo launcher's main.py: its resolvers and its loop over stages; submits nothing."""
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
