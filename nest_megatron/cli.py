@@ -100,7 +100,30 @@ def _parser() -> argparse.ArgumentParser:
         help="the layout that is varied and compared with: the plan's, or the configuration's own",
     )
     _doctor_command(commands)
+    _validate_command(commands)
     return parser
+
+
+def _validate_command(commands: Any) -> None:
+    purpose = "replay published runs and print how far the predictions are off"
+    command = commands.add_parser(
+        "validate",
+        help=purpose,
+        description=purpose[0].upper() + purpose[1:] + ".",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument(
+        "--records",
+        metavar="FILE",
+        help="file of measured records (default: those that ship with the package)",
+    )
+    command.add_argument("--family", action="append", default=[], help="only this family; may be repeated")
+    command.add_argument("--exclude", default="", help="record ids to leave out, separated by commas")
+    command.add_argument("--where", metavar="FIELD", help="only records in which this field is not null")
+    command.add_argument("--json", metavar="OUT", help="write every prediction with its memory terms")
+    command.set_defaults(run=run_validate)
 
 
 def _doctor_command(commands: Any) -> None:
@@ -239,6 +262,14 @@ def _explanation_json(explanation: Explanation, loading: Sequence[str]) -> str:
     record = {"schema": SCHEMA, **codec.to_plain(explanation)}
     record["assumptions"] = [*loading, *explanation.assumptions]
     return json.dumps(record, indent=2) + "\n"
+
+
+def run_validate(arguments: argparse.Namespace) -> int:
+    """Print the error tables of ``arguments.records``."""
+    from nest_megatron.validation import command
+
+    print(command.run(arguments, write=_write))
+    return EXIT_OK
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:

@@ -99,7 +99,7 @@ def _ceil_div(a: Int64, b: Int64) -> Int64:
 def _state_terms(terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob) -> None:
     """Weights, gradients, optimizer (memory_model.md 2.2): shards span dp * cp, experts' edp."""
     recipe, one = job.recipe, np.ones_like(nodes.shard)
-    held = [
+    held: list[tuple[int, Int64, Int64]] = [
         (Feature.FIRST, at["parameters_first"], nodes.shard),
         (Feature.LAST, at["parameters_last_norm"] + output_parameters(at, nodes, job), nodes.shard),
         (Feature.LAST, at["expert_parameters_last"], nodes.expert_shard),
@@ -221,7 +221,7 @@ def _loss_terms(
 def _unsharded_terms(
     terms: dict[str, Int64], at: Mapping[str, Int64], nodes: NodeColumns, job: TrainJob
 ) -> None:
-    """Whole layers that fully sharded data parallelism gathers (memory_model.md 2.2, Megatron-FSDP, FSDP2)."""
+    """Whole layers that fully sharded data parallelism gathers (memory_model.md 2.2, FSDP rows)."""
     recipe, facts = job.recipe, job.profile
     layer = (at["dense_parameters"] + at["expert_parameters"]).max(axis=1)
     per_layer = facts.unsharded_weight_units * recipe.param_gather_bytes * layer

@@ -6,6 +6,7 @@ from typing import get_args
 
 from nest_megatron.dialects.layout_string import parse
 from nest_megatron.dialects.megatron_arguments import Arguments
+from nest_megatron.dialects.megatron_hybrid import HybridPattern, read_pattern
 from nest_megatron.dialects.nemo_layout import accounted_layers, uneven_layers
 from nest_megatron.errors import BadInputError
 from nest_megatron.specs.layout import (
@@ -22,6 +23,13 @@ from nest_megatron.specs.model import ModelSpec
 #: Larger degrees are typing errors; the bound keeps the tuple of chunks small.
 MAX_DEGREE = 100_000
 
+_PLACEMENTS = (
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 #: Axis of specs.layout.AXES -> the fields that decide it.
 AXIS_FIELDS: dict[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size",),
@@ -32,13 +40,7 @@ AXIS_FIELDS: dict[str, tuple[str, ...]] = {
     "etp": ("expert_tensor_parallel_size",),
     "sequence_parallel": ("sequence_parallel",),
     "micro_batch": ("micro_batch_size",),
-    "layers": (
-        "pipeline_model_parallel_layout",
-        "decoder_first_pipeline_num_layers",
-        "decoder_last_pipeline_num_layers",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-    ),
+    "layers": (*_PLACEMENTS, "hybrid_layer_pattern"),
     "sharding": (
         "use_distributed_optimizer",
         "use_megatron_fsdp",
@@ -109,6 +111,7 @@ def read_layout(
         num_layers_per_chunk=chunks,
         sharding=read_sharding(args),
         num_optimizer_instances=args.integer("num_distributed_optimizer_instances", maximum=MAX_DEGREE) or 1,
+        micro_batch_group=args.integer("microbatch_group_size_per_vp_stage", maximum=MAX_DEGREE) or 0,
         recompute=_recompute(args),
         overlap=_overlap(args, vpp=vpp),
         order=_order(args),
@@ -136,7 +139,10 @@ def _pipeline(args: Arguments, model: ModelSpec, pp: int) -> tuple[int, tuple[in
     asked = [name for name in (*AXIS_FIELDS["vpp"], "pipeline_model_parallel_layout") if args.has(name)]
     if len(asked) > 1:
         raise _clash(args, asked, "at most one of these may be given")
-    ends = [name for name in AXIS_FIELDS["layers"] if args.has(name)]
+    ends = [name for name in _PLACEMENTS if args.has(name)]
+    hybrid = read_pattern(args)
+    if hybrid is not None and len(hybrid.chunks) > 1:
+        return _from_pattern(args, hybrid, pp, [*asked, *ends])
     if args.has("pipeline_model_parallel_layout"):
         if len(ends) > 1:
             raise _clash(args, ends, "a layout string excludes the other flags that place layers")
@@ -179,6 +185,20 @@ def _from_string(args: Arguments, model: ModelSpec, pp: int) -> tuple[int, tuple
         if segment.mtp:
             raise args.wrong(name, f"a layout with m on the last chunk of a rank; it is in segment {i}")
     return len(segments) // pp, tuple(segment.num_layers for segment in segments)
+
+
+def _from_pattern(
+    args: Arguments, hybrid: HybridPattern, pp: int, others: list[str]
+) -> tuple[int, tuple[int, ...]]:
+    if others:
+        raise _clash(
+            args, [hybrid.field, *others], "a pattern with | excludes the other flags that place layers"
+        )
+    if len(hybrid.chunks) % pp:
+        raise args.wrong(
+            hybrid.field, f"a pattern whose {len(hybrid.chunks)} segments are a multiple of {pp} stages"
+        )
+    return len(hybrid.chunks) // pp, tuple(len(chunk) for chunk in hybrid.chunks)
 
 
 def _clash(args: Arguments, names: list[str], sentence: str) -> BadInputError:

@@ -11,9 +11,10 @@ from pathlib import PurePath
 from typing import Any
 
 from nest_megatron.dialects.megatron_arguments import Arguments
+from nest_megatron.dialects.megatron_hybrid import HybridPattern, read_pattern
 from nest_megatron.dialects.vocabulary import assumed_vocab_size, known_vocab_size
 from nest_megatron.errors import BadInputError
-from nest_megatron.specs.model import MLASpec, ModelSpec, MoESpec
+from nest_megatron.specs.model import MambaSpec, MLASpec, ModelSpec, MoESpec
 
 #: More layers than any model has: a typing error, and a bound for the per-layer tuples.
 MAX_LAYERS = 10_000
@@ -32,7 +33,10 @@ def read_model(args: Arguments, *, assumptions: list[str]) -> ModelSpec:
     Raises:
         BadInputError: a shape is missing, of another type, or impossible.
     """
-    num_layers = args.required_integer("num_layers", maximum=MAX_LAYERS)
+    hybrid = read_pattern(args)
+    # The pattern wins over --num-layers (validate_args).
+    kinds = hybrid.kinds if hybrid else ()
+    num_layers = len(kinds) or args.required_integer("num_layers", maximum=MAX_LAYERS)
     hidden = args.required_integer("hidden_size")
     heads = args.required_integer("num_attention_heads")
     ffn = _ffn(args, hidden)
@@ -62,10 +66,36 @@ def read_model(args: Arguments, *, assumptions: list[str]) -> ModelSpec:
             attention_dropout=_dropout(args, "attention_dropout"),
             moe=_moe(args, num_layers=num_layers, ffn=ffn),
             mla=_mla(args),
-            mtp_num_layers=args.integer("mtp_num_layers", minimum=0, maximum=MAX_LAYERS) or 0,
+            mamba=_mamba(args, hidden) if "mamba" in kinds else None,
+            mtp_num_layers=_mtp_depths(args, hybrid),
+            squared_relu_copy=args.flag("squared_relu"),
+            pooler_head=trains_bert(args),
+            hybrid_layers=kinds,
         )
     except ValueError as error:
         raise BadInputError("NEST-M08", f"the model cannot be built: {error}") from None
+
+
+def trains_bert(args: Arguments) -> bool:
+    """Return whether the script trains BERT; its flags are those of a GPT."""
+    return "bert" in args.script.lower() or args.has("bert_binary_head")
+
+
+def _mtp_depths(args: Arguments, hybrid: HybridPattern | None) -> int:
+    if hybrid is not None and hybrid.mtp:
+        return len(hybrid.mtp)
+    return args.integer("mtp_num_layers", minimum=0, maximum=MAX_LAYERS) or 0
+
+
+def _mamba(args: Arguments, hidden: int) -> MambaSpec:
+    """Return Mamba-2 widths; the inner width defaults to twice the hidden size (mamba_mixer.py, expand 2)."""
+    head_dim = args.integer("mamba_head_dim") or 64
+    return MambaSpec(
+        num_heads=args.integer("mamba_num_heads") or max(1, 2 * hidden // head_dim),
+        head_dim=head_dim,
+        state_dim=args.integer("mamba_state_dim") or 128,
+        num_groups=args.integer("mamba_num_groups") or 8,
+    )
 
 
 def read_sequence_length(args: Arguments) -> int:
@@ -138,8 +168,11 @@ def _vocabulary(args: Arguments, assumptions: list[str]) -> tuple[int, int]:
 
 
 def _tokens(args: Arguments, assumptions: list[str]) -> int:
-    """Return the tokenizer's entries; ``pretrain_gpt.py`` takes GPT2BPETokenizer when none is named."""
-    kind = args.text("tokenizer_type") or "GPT2BPETokenizer"
+    """Return the tokenizer's entries; each training script names one for when none is given."""
+    usual = "BertWordPieceLowerCase" if trains_bert(args) else "GPT2BPETokenizer"
+    kind = args.text("tokenizer_type") or usual
+    if kind.startswith("BertWordPiece"):
+        return (known_vocab_size("megatron", kind) or 0) + (args.integer("vocab_extra_ids", minimum=0) or 0)
     if kind in _NULL:
         end_of_document = 0 if args.release >= _PLAIN_NULL_TOKENIZER else 1
         return args.required_integer("vocab_size") + end_of_document

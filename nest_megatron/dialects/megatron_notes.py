@@ -22,7 +22,6 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
     ("mtp_use_repeated_layer", "each prediction depth is priced with parameters of its own"),
     ("optimizer_cpu_offload", "the optimizer state is priced as if it stayed on the GPU"),
     ("fine_grained_activation_offloading", "offloaded activations are priced as if they stayed on the GPU"),
-    ("defer_embedding_wgrad_compute", "inputs kept for the deferred output-layer gradient are not priced"),
     ("distribute_saved_activations", "saved layer inputs are priced as replicated over TP"),
     ("delay_wgrad_compute", "delayed weight gradients are not priced"),
     ("overlap_p2p_comm_warmup_flush", "send and receive are priced as hidden in the steady phase only"),
@@ -44,31 +43,31 @@ def add_notes(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernel
 
 
 def _attention(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels) -> str:
-    if kernels.transformer_engine and args.text("attention_backend") == "fused":
-        return "--attention-backend fused (cuDNN) is priced like FlashAttention"
     if (
         kernels.transformer_engine
         and args.text("attention_backend") == "auto"
         and kernels.attention == "flash"
     ):
-        return "--attention-backend auto: a fused kernel is assumed to take these heads and this mask"
-    if kernels.transformer_engine and kernels.attention != "flash":
+        return (
+            "--attention-backend auto: FlashAttention is assumed; Transformer Engine takes cuDNN's attention "
+            "where it is faster, mostly on Hopper and newer"
+        )
+    if kernels.transformer_engine and kernels.attention in ("fused_softmax", "unfused"):
         return "--attention-backend unfused inside Transformer Engine is priced like the local attention"
     return ""
 
 
-def _mask(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels) -> str:
-    if args.flag("create_attention_mask_in_dataloader") and not args.flag("mock_data"):
-        return "the attention mask that the dataloader makes is not priced (micro-batch * s^2 / cp bytes)"
-    return ""
-
-
-def _micro_batch_groups(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels) -> str:
-    name = "microbatch_group_size_per_vp_stage"
-    size = args.integer(name)
-    if size is None or layout.vpp == 1 or size == layout.pp:
+def _bert(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels) -> str:
+    if not model.pooler_head:
         return ""
-    return f"{args.key(name)} {size}: chunks are priced in groups of {layout.pp} micro-batches"
+    head = "" if args.flag("bert_binary_head") else "; its binary head is priced although it is off"
+    return f"BERT: attention is priced as causal, half of its real work{head}"
+
+
+def _hybrid_prediction(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels) -> str:
+    if not model.hybrid_layers or not model.mtp_num_layers:
+        return ""
+    return "each prediction depth of the hybrid model is priced like one more of its last layer"
 
 
 def _standalone_mtp(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels) -> str:
@@ -89,15 +88,6 @@ def _context(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels
     return f"{args.key('cp_comm_type')} {' '.join(kinds)}: context parallelism is priced as a ring (p2p)"
 
 
-def _outer_sharding(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels) -> str:
-    if layout.sharding in ("none", "optim"):
-        return ""
-    return (
-        f"{layout.sharding} (FSDP): the unsharded weights and gradients of the units at work are not priced; "
-        "plans without FSDP are compared with it"
-    )
-
-
 def _offloaded_layers(args: Arguments, model: ModelSpec, layout: Layout, kernels: Kernels) -> str:
     name = "cpu_offloading_num_layers"
     if not args.integer(name, minimum=0):
@@ -107,10 +97,9 @@ def _offloaded_layers(args: Arguments, model: ModelSpec, layout: Layout, kernels
 
 _READERS: tuple[Callable[[Arguments, ModelSpec, Layout, Kernels], str], ...] = (
     _attention,
-    _mask,
-    _micro_batch_groups,
+    _bert,
+    _hybrid_prediction,
     _standalone_mtp,
     _context,
-    _outer_sharding,
     _offloaded_layers,
 )

@@ -16,6 +16,7 @@ _FP32_BYTES = 4
 _HALF_BYTES = 2
 #: Names of the optimizer's dtype flags (choices of arguments.py).
 _DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+_MUON = ("muon", "dist_muon")
 _BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 _IMPLEMENTATIONS = ("local", "transformer_engine", "inference_optimized")
 
@@ -94,11 +95,16 @@ def _with_optimizer(args: Arguments, recipe: Recipe, assumptions: list[str]) -> 
         return replace(
             recipe, name=f"{recipe.name}, sgd", optimizer_bytes=momentum + (_FP32_BYTES if half else 0)
         )
-    if kind != "adam":
-        assumptions.append(
-            f"{args.key('optimizer')} {kind}: its state is priced like Adam's (muon keeps 4 bytes per "
-            "parameter less for matrices)"
+    if kind in _MUON:
+        # One moment for matrices, Adam's two for embedding and head (memory_model.md 2.2, Muon).
+        return replace(
+            recipe,
+            name=f"{recipe.name}, {kind}",
+            optimizer_bytes=recipe.optimizer_bytes - _FP32_BYTES,
+            end_optimizer_bytes=recipe.optimizer_bytes,
         )
+    if kind != "adam":
+        assumptions.append(f"{args.key('optimizer')} {kind}: its state is priced like Adam's")
     return replace(recipe, name=f"{recipe.name}, {kind}")
 
 
@@ -143,8 +149,8 @@ def read_kernels(args: Arguments, *, assumptions: list[str]) -> Kernels:
     """Return which implementations run.
 
     Transformer Engine unless ``--transformer-impl local`` (or attention backend and spec ``local``).  Its
-    attention is fused unless ``--attention-backend unfused`` or the environment switches both fused kernels
-    off; the local attention materialises the scores, with one softmax kernel unless
+    attention is FlashAttention or cuDNN's unless ``--attention-backend unfused`` or the environment switches
+    both off; the local attention materialises the scores, with one softmax kernel unless
     ``--no-masked-softmax-fusion``.
 
     Raises:
@@ -166,6 +172,9 @@ def read_kernels(args: Arguments, *, assumptions: list[str]) -> Kernels:
         loss=loss,
         transformer_engine=engine,
         cuda_graphs=_cuda_graphs(args, assumptions),
+        large_cublas_workspace="4096" in str(args.environment.get("CUBLAS_WORKSPACE_CONFIG", "")),
+        deferred_embedding_wgrad=args.flag("defer_embedding_wgrad_compute"),
+        dataloader_mask=args.flag("create_attention_mask_in_dataloader") and not args.flag("mock_data"),
     )
 
 
@@ -175,9 +184,13 @@ def _attention(args: Arguments, backend: str, *, engine: bool) -> AttentionKerne
         return unfused
     if backend == "auto":
         # Transformer Engine's own switches; an explicit backend sets them (initialize.py).
-        switches = (args.environment.get(name) for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN"))
-        return unfused if all(str(value) == "0" for value in switches) else "flash"
-    return unfused if backend == "unfused" else "flash"
+        names = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN")
+        no_flash, no_cudnn = (str(args.environment.get(name)) == "0" for name in names)
+        if no_flash:
+            return unfused if no_cudnn else "cudnn"
+        return "flash"
+    chosen: dict[str, AttentionKernel] = {"flash": "flash", "fused": "cudnn"}
+    return chosen.get(backend, unfused)
 
 
 def _cuda_graphs(args: Arguments, assumptions: list[str]) -> bool:

@@ -8,10 +8,7 @@ from nest_megatron.specs.job import CONFIG_FILE
 
 #: Part of the training script's name -> the model it trains.
 _SCRIPTS: tuple[tuple[str, str], ...] = (
-    ("bert", "a BERT encoder"),
     ("t5", "a T5 encoder-decoder"),
-    ("mamba", "a hybrid model with Mamba layers"),
-    ("hybrid", "a hybrid model with Mamba layers"),
     ("vlm", "a vision-language model"),
     ("mimo", "a multimodal model"),
     ("vision", "a vision model"),
@@ -22,12 +19,8 @@ _SCRIPTS: tuple[tuple[str, str], ...] = (
 _FIELDS: tuple[tuple[str, str], ...] = (
     ("decoder_num_layers", "a T5 encoder-decoder"),
     ("encoder_num_layers", "a T5 encoder-decoder"),
-    ("bert_binary_head", "a BERT encoder"),
-    ("hybrid_layer_pattern", "a hybrid model with Mamba layers"),
-    ("hybrid_override_pattern", "a hybrid model with Mamba layers"),
-    ("hybrid_attention_ratio", "a hybrid model with Mamba layers"),
-    ("hybrid_mlp_ratio", "a hybrid model with Mamba layers"),
-    ("is_hybrid_model", "a hybrid model with Mamba layers"),
+    ("hybrid_attention_ratio", "a hybrid model given by ratios (write --hybrid-layer-pattern)"),
+    ("hybrid_mlp_ratio", "a hybrid model given by ratios (write --hybrid-layer-pattern)"),
     ("model_provider", "a multimodal model"),
     ("dataset_provider", "a multimodal model"),
     ("language_model_type", "a multimodal model"),
@@ -48,7 +41,7 @@ _TRAINING = ("train", "finetune", "sft")
 
 
 def refuse_unplanned(args: Arguments) -> None:
-    """Return when the run trains a decoder-only GPT.
+    """Return when the run trains a GPT, a BERT or a hybrid model.
 
     Raises:
         BadInputError: it trains another model, does not train, or uses a runtime that is not planned.
@@ -67,7 +60,7 @@ def refuse_unplanned(args: Arguments) -> None:
     for name, kind in _FIELDS:
         if args.has(name):
             raise _model_refusal(args.key(name), str(args.given[name].raw)[:60], kind)
-    _refuse_tokenizer_and_spec(args)
+    _refuse_spec(args)
     if args.flag("skip_train"):
         raise BadInputError(
             "NEST-M13", "this run only evaluates; nothing is trained", factors=[args.factor("skip_train")]
@@ -85,20 +78,17 @@ def refuse_unplanned(args: Arguments) -> None:
         )
 
 
-def _refuse_tokenizer_and_spec(args: Arguments) -> None:
-    tokenizer = args.text("tokenizer_type") or ""
-    if tokenizer.startswith("BertWordPiece"):
-        raise _model_refusal(args.key("tokenizer_type"), tokenizer, "a BERT or T5 model")
+def _refuse_spec(args: Arguments) -> None:
     spec = " ".join(args.texts("spec") or ())
-    if "mamba" in spec or "hybrid" in spec:
-        raise _model_refusal(args.key("spec"), spec, "a hybrid model with Mamba layers")
-    if spec not in ("", "local"):
+    hybrid = args.has("hybrid_layer_pattern") or args.has("hybrid_override_pattern")
+    own = not hybrid if "mamba" in spec or "hybrid" in spec else spec not in ("", "local")
+    if own:
         raise _model_refusal(args.key("spec"), spec, "a model with layers of its own")
 
 
 def _model_refusal(key: str, value: str, kind: str) -> BadInputError:
     return BadInputError(
         "NEST-M13",
-        f"this run trains {kind}; only decoder-only GPT is planned",
+        f"this run trains {kind}; only GPT, BERT and hybrid models are planned",
         factors=[Factor(key, value, CONFIG_FILE)],
     )

@@ -24,6 +24,7 @@ _GPUS_PER_NODE = 8
 _MAX_GPUS = 10_000_000
 _MAX_RAMPUP_STAGES = 100_000
 _SCHEDULE = re.compile(r"([0-9.]+)([KMBT]?):([0-9]{1,12})", re.ASCII)
+_HYBRID_SEGMENTS = (0, 17)
 #: Formats that load under another tp, pp, ep; ``fsdp_dtensor`` only under Megatron-FSDP.
 _RESHARDING_FORMATS = ("torch_dist", "zarr", "torch_dcp", "fsdp_dtensor")
 
@@ -208,14 +209,17 @@ def capabilities(
     if facts.pp_before_dp:
         orders = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
     shardings: tuple[Sharding, ...] = tuple(dict.fromkeys(("none", "optim", sharding)))
+    hybrid = bool(model.hybrid_layers)
+    # A hybrid model's chunks are the segments of its pattern, which can hold any number of layers (0.17).
+    segments = args.release >= _HYBRID_SEGMENTS and args.has("hybrid_layer_pattern")
     return Capabilities(
-        virtual_pipeline=True,
+        virtual_pipeline=segments or not hybrid,
         context_parallel=engine,
         expert_parallel=model.moe is not None,
         expert_tensor_parallel=model.moe is not None and facts.expert_tensor_parallel,
-        uneven_ends=facts.uneven_ends,
-        account_embedding_and_loss=facts.account_embedding_and_loss,
-        layout_string=facts.layout_string,
+        uneven_ends=facts.uneven_ends and not segments,
+        account_embedding_and_loss=facts.account_embedding_and_loss and not hybrid,
+        layout_string=segments if hybrid else facts.layout_string,
         shardings=shardings,
         unsharded_grad_overlap="as_asked",
         optimizer_instances=facts.optimizer_instances,

@@ -9,6 +9,7 @@ from typing import Any
 from nest_megatron.dialects import layout_string
 from nest_megatron.dialects.megatron_arguments import Arguments
 from nest_megatron.dialects.megatron_flags import BY_FIELD, default_of
+from nest_megatron.dialects.megatron_hybrid import read_pattern
 from nest_megatron.dialects.nemo_layout import accounted_layers, uneven_layers
 from nest_megatron.errors import BadInputError, Factor
 from nest_megatron.rules.versions import facts_for
@@ -123,6 +124,12 @@ def _pipeline(args: Arguments, job: TrainJob, layout: Layout) -> Iterator[Target
     now = (layout.pp, layout.vpp, layout.num_layers_per_chunk)
     if now == (user.pp, user.vpp, user.num_layers_per_chunk):
         return
+    hybrid = read_pattern(args)
+    if hybrid is not None and job.capabilities.layout_string:
+        if len(layout.num_layers_per_chunk) != layout.pp * layout.vpp:
+            raise _inexpressible(job, "num_layers_per_chunk", list(layout.num_layers_per_chunk))
+        yield Target(hybrid.field, hybrid.split(layout.num_layers_per_chunk))
+        return
     first, last, embedding, loss, text = _form(job, layout)
     yield Target("decoder_first_pipeline_num_layers", first)
     yield Target("decoder_last_pipeline_num_layers", last)
@@ -220,9 +227,9 @@ def _dependents(args: Arguments, user: Layout, layout: Layout) -> Iterator[Targe
     if layout.cp != user.cp and args.has("hierarchical_context_parallel_sizes"):
         yield Target("hierarchical_context_parallel_sizes", None)
         yield Target("cp_comm_type", None)
-    groups = (layout.pp, layout.vpp, layout.num_micro_batches)
-    if groups != (user.pp, user.vpp, user.num_micro_batches):
-        yield Target("microbatch_group_size_per_vp_stage", None)
+    if layout.interleaving_group != user.interleaving_group or layout.vpp == 1:
+        group = layout.interleaving_group
+        yield Target("microbatch_group_size_per_vp_stage", None if group == layout.pp else group)
     if layout.vpp == 1 or not layout.overlap.param_gather:
         yield Target("overlap_param_gather_with_optimizer_step", False)
     if layout.vpp == 1:

@@ -39,6 +39,24 @@ except filelock.Timeout:
 sys.exit({broken})
 """
 
+#: A job of the nemo dialect that fits everywhere.
+_SMALL_JOB: dict[str, Any] = {
+    "trainer": {"devices": 2, "num_nodes": 1, "precision": "bf16"},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 512,
+        "ffn_hidden_size": 2048,
+        "num_attention_heads": 8,
+        "encoder_seq_length": 512,
+        "max_position_embeddings": 512,
+        "micro_batch_size": 1,
+        "global_batch_size": 8,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "tokenizer": {"library": "megatron", "type": "GPT2BPETokenizer"},
+    },
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -75,6 +93,7 @@ def examine() -> Examination:
         _checked("hydra plug-in", _plugin),
         _checked("compiled solver", _solver),
         _checked("shipped data", _data),
+        _checked("small plan", _plan),
         _checked("cache folder", _cache_folder),
         _checked("file locks", _locks),
     )
@@ -188,16 +207,14 @@ def _small_problem() -> dict[str, Any]:
 
 
 def _data() -> str:
-    """Load every accelerator, cluster, profile and table that is shipped."""
+    """Load every accelerator, cluster and profile that is shipped."""
     from nest_megatron.cluster.load import (
         load_accelerator,
         load_cluster,
         shipped_accelerators,
         shipped_clusters,
     )
-    from nest_megatron.cost.nccl import nccl_constants
     from nest_megatron.dialects.profiles import load_profile, profile_names
-    from nest_megatron.dialects.vocabulary import known_vocab_size
 
     loaders: dict[str, tuple[tuple[str, ...], Callable[[str], object]]] = {
         "accelerators": (shipped_accelerators(), load_accelerator),
@@ -209,9 +226,17 @@ def _data() -> str:
             raise _Wrong(f"no {kind} are shipped: the installation is incomplete")
         for name in names:
             load(name)
-    nccl_constants()
-    known_vocab_size("megatron", "GPT2BPETokenizer")
     return ", ".join(f"{len(names)} {kind}" for kind, (names, _) in loaders.items())
+
+
+def _plan() -> str:
+    """Plan a small job from end to end, which reads the tables of networks and tokenizers, too."""
+    from omegaconf import OmegaConf
+
+    from nest_megatron.pipeline import plan_config
+
+    plan = plan_config(OmegaConf.create(_SMALL_JOB), source="doctor")
+    return f"{plan.layout.world} GPUs, {plan.certificate.configurations} layouts compared"
 
 
 def _cache_folder() -> str:

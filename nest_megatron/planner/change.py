@@ -80,7 +80,7 @@ def _with_pipeline(job: TrainJob, old: Layout, new: Layout, values: Mapping[str,
     """Let layers, recomputation, optimizer instances and overlap follow the degrees of ``new``."""
     if "layers" not in values and (new.pp, new.vpp) != (old.pp, old.vpp):
         new = dataclasses.replace(new, num_layers_per_chunk=_dealt(job, new))
-    if "recompute" not in values:
+    if "recompute" not in values and new.num_layers_per_chunk != old.num_layers_per_chunk:
         new = dataclasses.replace(new, recompute=_recompute(new))
     if new.sharding == "none":
         new = dataclasses.replace(new, num_optimizer_instances=1)

@@ -98,7 +98,8 @@ class FrameworkProfile:
         fixed_workspace_bytes: workspaces; 0 means cuBLAS and Transformer Engine by generation.
         selective_kept_share: share of activations that op-level selective recomputation keeps.
         unsharded_weight_units, unsharded_grad_units: layers held unsharded by fully sharded data parallelism.
-        unsharded_with_pipeline: with a pipeline, fully sharded weights and gradients stay gathered (1) or not.
+        unsharded_with_pipeline: with a pipeline, fully sharded weights and gradients stay gathered (1) or
+        not.
         small_world_gpus, device_fixed_small_bytes: the fixed part up to that many GPUs, where it is smaller.
         sources: quantity -> where its value comes from.
     """

@@ -1,6 +1,7 @@
 """A published record -> the job, layout and cluster it describes, or the reason why it cannot be built.
 
-Schema: the measured records of ``data/measured/README.md`` (one JSON object per run).  Facts the record does not
+Schema: the measured records of ``data/measured/README.md`` (one JSON object per run).  Facts the record
+does not
 print come from its software stack (``conf/validation/stacks.yaml``); each one is kept as an assumption.
 """
 
@@ -165,7 +166,11 @@ def _layout(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec, bra
     sharding = _sharding(record, stack)
     plain = stack["profile"] == "fsdp2"
     return Layout(
-        **degree,
+        tp=degree["tp"],
+        pp=degree["pp"],
+        vpp=degree["vpp"],
+        cp=degree["cp"],
+        ep=degree["ep"],
         etp=etp,
         dp=int(dp),
         edp=max(1, world // (etp * degree["ep"] * degree["pp"])),
@@ -190,7 +195,7 @@ def _expert_tensor_parallel(
 
 
 def even_split(num_layers: int, chunks: int) -> tuple[int, ...]:
-    """Return layer counts per chunk as even as possible; the first and last give way, for embedding and head."""
+    """Return layer counts per chunk as even as possible; the first and last give way."""
     base, rest = divmod(num_layers, chunks)
     sizes = [base] * chunks
     # Extra layers go to the middle: ends also carry embedding and head.

@@ -17,8 +17,10 @@ from nest_megatron.validation.records import Built, NotComputable, build
 def replay(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one prediction entry per record, in order.
 
-    Each has ``id``, ``status`` (``computed``, ``bracket`` or ``unknown``), ``reason``; computable ones also the
-    peak of the rank that the record's ``mem_scope`` names (else the worst), device peak, feasibility, band, step
+    Each has ``id``, ``status`` (``computed``, ``bracket`` or ``unknown``), ``reason``; computable ones
+    also the
+    peak of the rank that the record's ``mem_scope`` names (else the worst), device peak, feasibility,
+    band, step
     time with its band, and the memory terms in bytes.
     """
     return [predict_record(record) for record in records]

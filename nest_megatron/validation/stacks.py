@@ -1,4 +1,4 @@
-"""Software-stack facts of published records: ``conf/validation/stacks.yaml`` and ``conf/model/public.yaml``."""
+"""Stack and model facts: ``conf/validation/stacks.yaml`` and ``conf/model/public.yaml``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _data(folder: str, name: str) -> Any:
 
 
 def stack_of(framework: str, text: str) -> dict[str, Any]:
-    """Return the facts of the stack that ``framework`` names, with the variants that ``text`` matches laid over.
+    """Return the facts of the stack that ``framework`` names, with the matching variant laid over.
 
     Args:
         text: model name and notes of the record, where a source says which kernels ran.
@@ -126,7 +126,7 @@ def _moe(shape: dict[str, Any], num_layers: int) -> MoESpec | None:
     return MoESpec(
         num_experts=int(shape["experts"]),
         top_k=int(shape["top_k"]),
-        ffn_hidden_size=int(shape.get("moe_ffn") or shape.get("ffn")),
+        ffn_hidden_size=int(shape.get("moe_ffn") or shape["ffn"]),
         shared_ffn_hidden_size=int(shape.get("shared_ffn", 0)),
         layer_pattern=tuple(pattern),
     )

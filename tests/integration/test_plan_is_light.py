@@ -15,7 +15,8 @@ PROGRAM = """
 import json, sys
 from nest_megatron.cli import main
 code = main(sys.argv[1:])
-heavy = sorted({name.split(".")[0] for name in sys.modules} & {"torch", "megatron", "nemo", "transformer_engine"})
+loaded = {name.split(".")[0] for name in sys.modules}
+heavy = sorted(loaded & {"torch", "megatron", "nemo", "transformer_engine"})
 print(json.dumps({"code": code, "heavy": heavy}))
 """
 

@@ -44,7 +44,7 @@ def job(tmp_path: Path, job_text: str) -> Path:
 
 
 def test_help_loads_nothing_heavy_and_lists_what_works() -> None:
-    """``--help`` names plan and check, and imports no library outside the standard one."""
+    """``--help`` names every command, and imports no library outside the standard one."""
     program = (
         "import sys\n"
         "from nest_megatron.cli import main\n"
@@ -54,7 +54,8 @@ def test_help_loads_nothing_heavy_and_lists_what_works() -> None:
         "print('loaded:', sorted(heavy & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert re.findall(r"^    (\w+)  ", done.stdout, flags=re.MULTILINE) == ["plan", "check"]
+    commands = re.findall(r"^    (\w+)  ", done.stdout, flags=re.MULTILINE)
+    assert commands == ["plan", "check", "explain", "doctor"]
     assert "loaded: []" in done.stdout
 
 
@@ -81,6 +82,9 @@ def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         ["check", "--config", "x", "--write-config", "y"],
         ["check", "--config", "x", "a=1", "--unknown"],
         ["plan", "--conf", "x"],
+        ["explain", "--config", "x"],
+        ["explain", "--config", "x", "--why"],
+        ["explain", "--config", "x", "--why", "tp=4", "--from", "me"],
     ],
 )
 def test_wrong_usage_exits_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,6 +279,57 @@ def test_the_examples_of_the_page_run(
         expected = int(comment.split()[1]) if comment else EXIT_OK
         assert main(shlex.split(command)[1:]) == expected, line
         capsys.readouterr()
+
+
+def test_explain_answers_with_the_first_word_and_as_json(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer leads the text, and the JSON holds both layouts and the growth of every term."""
+    question = [
+        "explain",
+        "--config",
+        str(job),
+        *CLUSTER,
+        "--from",
+        "user",
+        "--why",
+        "recompute=none",
+        "pp=2",
+    ]
+    assert main([*question, "--json", "-"]) == EXIT_OK
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert record["answer"].upper() == err.split(":")[0]
+    assert record["asked"] == ["recompute=none", "pp=2"]
+    assert record["layout"]["pp"] == 2
+    assert record["reference"]["pp"] == 1
+    grown = sum(record["growth_s"].values())
+    assert grown == pytest.approx(
+        record["prediction"]["step_time_s"] - record["reference_prediction"]["step_time_s"], abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("question", ["tpp=4", "dp=4", "tp=four", "tp=0", "+tp=4", "layers=x", "model.a=1"])
+def test_a_question_without_meaning_exits_2(
+    job: Path, question: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An axis or value that nobody can ask for is one sentence with a code, before any planning."""
+    assert main(["explain", "--config", str(job), *CLUSTER, "--why", question]) == EXIT_BAD_INPUT
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: NEST-")
+
+
+def test_check_repairs_a_layout_that_does_not_fit(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A legal layout that needs too much memory is answered with changes whose layouts fit."""
+    unfit = ["model.tensor_model_parallel_size=1", "model.num_layers=80", "model.sequence_parallel=false"]
+    assert main(["check", "--config", str(job), *CLUSTER, *unfit, "--json", "-"]) == EXIT_NO_PLAN
+    out, err = capsys.readouterr()
+    assert "To make your layout fit, change" in err
+    assert "What does not help" in err
+    repair = json.loads(out)["repair"]
+    assert repair["advice"]
+    assert all(item["peak_device_bytes"] <= repair["limit_bytes"] for item in repair["advice"])
 
 
 _SCALARS = ("", "null", "-1", "0", "1.5", "true", "'8'", "1e99", ".nan", "\x1b[2J", "é")
