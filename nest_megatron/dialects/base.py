@@ -9,7 +9,22 @@ from omegaconf import DictConfig
 
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Layout
+from nest_megatron.specs.model import ModelSpec
 from nest_megatron.specs.settings import PlanSettings
+
+#: Tokens on the busiest expert rank over the balanced number, without a capacity limit (memory_model.md 7).
+DROPLESS_IMBALANCE = 1.25
+
+
+def routing_imbalance(model: ModelSpec, assumptions: list[str], *, forced_balance: bool = False) -> float:
+    """Return the expert load to plan for, and say so where nothing in the configuration limits it."""
+    if model.moe is None or model.moe.capacity_factor is not None or forced_balance:
+        return 1.0
+    assumptions.append(
+        "dropless routing: the busiest expert rank is planned with "
+        f"{DROPLESS_IMBALANCE} times its balanced share"
+    )
+    return DROPLESS_IMBALANCE
 
 
 class Dialect(Protocol):

@@ -1,8 +1,9 @@
-"""Configuration files: one YAML document to one DictConfig, and what could not be seen while reading it."""
+"""Configuration files to one DictConfig: a YAML document, or a script that starts Megatron-LM."""
 
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,28 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nest_megatron.dialects.megatron_script import looks_like_script, read_script
 from nest_megatron.errors import BadInputError
 from nest_megatron.specs import codec
+
+_YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def load_config(path: Path | str) -> tuple[DictConfig, tuple[str, ...]]:
     """Return the configuration in ``path`` without its defaults list, and the assumptions that this makes.
 
-    The file is read as it is: nothing is composed and no interpolation is resolved.
+    A YAML file is read as it is: nothing is composed and no interpolation is resolved.  A shell script
+    becomes the flags of the training command that it runs, with the variables of this process.
 
     Raises:
-        BadInputError: the file is absent, not UTF-8, not YAML, empty, or not a mapping.
+        BadInputError: the file is absent, not UTF-8, neither YAML nor a script of Megatron-LM, empty, or not
+            a mapping.
     """
     path = Path(path)
-    config = _parse(codec.read_text(path), source=str(path))
+    text = codec.read_text(path)
+    if path.suffix not in _YAML_SUFFIXES and looks_like_script(text):
+        return OmegaConf.create(read_script(text, environment=os.environ, source=str(path))), ()
+    config = _parse(text, source=str(path))
     if "defaults" not in config:
         return config, ()
     entries = _defaults_entries(OmegaConf.to_container(config, resolve=False))

@@ -1,4 +1,4 @@
-"""``--hybrid-layer-pattern``: one letter per layer, ``|`` between pipeline chunks, ``/`` before each MTP depth.
+"""``--hybrid-layer-pattern``: a letter per layer, ``|`` between pipeline chunks, ``/`` before an MTP depth.
 
 Source: ``megatron/core/models/hybrid/hybrid_layer_allocation.py`` of megatron-core 0.17 and later;
 ``--hybrid-override-pattern`` before, without ``|``.

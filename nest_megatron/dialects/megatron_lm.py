@@ -14,8 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nest_megatron import units
 from nest_megatron.dialects import megatron_yaml
+from nest_megatron.dialects.base import routing_imbalance
 from nest_megatron.dialects.megatron_arguments import Arguments, Given, flag_of
 from nest_megatron.dialects.megatron_argv import edit_argv, split_argv
 from nest_megatron.dialects.megatron_flags import Release
@@ -171,6 +171,8 @@ def read_arguments(
     layout = read_layout(args, model, num_gpus=num_gpus, global_batch=batch, assumptions=assumptions)
     recipe = read_recipe(args, assumptions=assumptions)
     kernels = read_kernels(args, assumptions=assumptions)
+    balanced = args.flag("moe_router_force_load_balancing")
+    imbalance = routing_imbalance(model, assumptions, forced_balance=balanced)
     add_notes(args, model, layout, kernels, assumptions)
     note_other_release(args, version, assumptions)
     return TrainJob(
@@ -194,7 +196,7 @@ def read_arguments(
         origins=_origins(args, world_origin),
         pins=_pins(args, layout),
         checkpoint=read_checkpoint(args),
-        reserved_bytes=units.bytes_from_gib(settings.reserved_gib),
+        expert_imbalance=imbalance,
         assumptions=tuple(assumptions),
     )
 

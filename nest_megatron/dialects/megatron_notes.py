@@ -18,7 +18,6 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
     ("moe_shared_expert_gate", "the gate of the shared experts is not priced"),
     ("moe_shared_expert_overlap", "overlap of the shared experts with dispatch is not priced"),
     ("moe_pad_expert_input_to_capacity", "tokens padded to capacity are priced like full ones"),
-    ("moe_router_force_load_balancing", "experts get equal numbers of tokens"),
     ("mtp_use_repeated_layer", "each prediction depth is priced with parameters of its own"),
     ("optimizer_cpu_offload", "the optimizer state is priced as if it stayed on the GPU"),
     ("fine_grained_activation_offloading", "offloaded activations are priced as if they stayed on the GPU"),

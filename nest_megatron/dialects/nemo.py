@@ -7,8 +7,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from nest_megatron import units
 from nest_megatron.dialects.access import ConfigView
+from nest_megatron.dialects.base import routing_imbalance
 from nest_megatron.dialects.nemo_layout import AXIS_FIELDS, AXIS_KEYS, EP, SP, read_layout
 from nest_megatron.dialects.nemo_model import read_model, read_sequence_length
 from nest_megatron.dialects.nemo_recipe import read_kernels, read_recipe
@@ -98,7 +98,7 @@ class NemoDialect:
         Args:
             config: composed configuration; it is not changed and foreign interpolations are not resolved.
             overrides: command-line strings already applied to it.
-            settings: ``framework_version``, ``num_gpus`` and ``reserved_gib`` are used here.
+            settings: ``framework_version`` and ``num_gpus`` are used here.
 
         Raises:
             BadInputError: a value is missing or has no meaning, or the job is of a kind that is not planned.
@@ -199,7 +199,7 @@ class _Reader:
             origins=self._origins(world_origin),
             pins=self._pins(layout),
             checkpoint=read_checkpoint(view, optimizer),
-            reserved_bytes=units.bytes_from_gib(self._settings.reserved_gib),
+            expert_imbalance=routing_imbalance(model, assumptions),
             assumptions=tuple(assumptions),
             not_planned=self._not_planned(optimizer, able),
         )

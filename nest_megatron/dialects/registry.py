@@ -7,6 +7,7 @@ from omegaconf import DictConfig
 from nest_megatron.dialects.base import Dialect
 from nest_megatron.dialects.fragments import fragment
 from nest_megatron.dialects.launcher import LauncherDialect
+from nest_megatron.dialects.megatron_lm import MegatronLMDialect
 from nest_megatron.dialects.nemo import NemoDialect
 from nest_megatron.errors import BadInputError, Factor, nearest_names
 
@@ -14,6 +15,10 @@ from nest_megatron.errors import BadInputError, Factor, nearest_names
 _DIALECTS: tuple[tuple[Dialect, str], ...] = (
     (LauncherDialect(), "launcher: stages and a section training, or a stage file that names ${training.}"),
     (NemoDialect(), "nemo: sections trainer and model, with model.tensor_model_parallel_size"),
+    (
+        MegatronLMDialect(),
+        "megatron_lm: flags under MODEL_ARGS, or --yaml-cfg; a script with pretrain_gpt.py",
+    ),
 )
 
 

@@ -219,7 +219,13 @@ def statements(text: str, shell: Shell, left_out: list[str]) -> Iterator[list[st
         else:
             chain = list(_split_statements(split_words(line) or []))
         reached: bool | None = True
+        asking = False  # inside the condition of an if, which may be a chain of tests
         for before, words in chain:
+            asking = words[:1] in (["if"], ["elif"]) or (asking and before in ("&&", "||"))
+            if asking and words[0] in _TESTS:
+                end, verdict = blocks.pop()
+                blocks.append((end, _joined(verdict, before, shell.holds(words))))
+                continue
             statement = _enter(words, blocks, shell)
             if not statement:
                 continue
@@ -229,7 +235,7 @@ def statements(text: str, shell: Shell, left_out: list[str]) -> Iterator[list[st
                 reached = True
             verdicts = [*(verdict for _, verdict in blocks), reached]
             if not all(verdicts):
-                if False not in verdicts:
+                if False not in verdicts and _matters(statement):
                     _note([*blocks, ("&&", reached)], number, left_out)
                 continue
             if statement[0] in _TESTS:
@@ -238,6 +244,19 @@ def statements(text: str, shell: Shell, left_out: list[str]) -> Iterator[list[st
             command = _assignments(statement, shell)
             if command:
                 yield command
+
+
+def _matters(statement: list[str]) -> bool:
+    """Return whether a statement sets something or gives flags."""
+    return any(_ASSIGNMENT.match(word) or word.startswith("--") for word in statement)
+
+
+def _joined(left: bool | None, between: str, right: bool | None) -> bool | None:
+    """Return the verdict of two tests joined by ``&&`` or ``||``; None when it hangs on an unknown one."""
+    decisive = between == "||"
+    if decisive in (left, right):
+        return decisive
+    return None if left is None or right is None else right
 
 
 def _split_statements(words: list[str]) -> Iterator[tuple[str, list[str]]]:

@@ -251,7 +251,8 @@ def render(scores: Scores) -> str:
     if scores.ranking:
         r = scores.ranking
         lines.append(
-            f"ranking: {r['sweeps']:.0f} sweeps, regret mean {r['mean_regret']:.2f} % max {r['max_regret']:.1f} %, "
+            f"ranking: {r['sweeps']:.0f} sweeps, regret mean {r['mean_regret']:.2f} % "
+            f"max {r['max_regret']:.1f} %, "
             f"{r['pairs']:.0f} pairs, order {r['order']:.3f}"
         )
     if scores.joint:

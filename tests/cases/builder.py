@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from nest_megatron import rules
 from nest_megatron.dialects.profiles import load_profile
 from nest_megatron.specs.job import COMMAND_LINE, TrainJob
 from nest_megatron.specs.layout import Layout, Overlap, Recompute, Sharding
@@ -87,7 +88,7 @@ def build(record: Mapping[str, Any]) -> Case:
     vpp = _chunks(record, pp)
     unnamed = record["model"]["name"] in UNNAMED
     model = neutral_model(pp * vpp) if unnamed else model_spec(record["model"])
-    etp = degrees.get("etp") or tp
+    etp = degrees.get("etp") or _expert_tensor(record, tp, ep * pp)
     grid = math.lcm(tp * pp * cp, etp * ep * pp) if model.moe else tp * pp * cp
     num_gpus = record.get("num_gpus") or grid
     dp = max(1, num_gpus // (tp * pp * cp))
@@ -162,10 +163,15 @@ def build_for_memory(record: Mapping[str, Any]) -> tuple[Case, str]:
     if _recipe(record, stack) is None:
         raise NotComputable(f"precision {record.get('precision')!r} has no recipe in {stack.profile}")
     cluster = cluster_name(record)
-    if sum(case.layout.num_layers_per_chunk) != case.job.model.num_layers:
-        lost = f"{case.job.model.num_layers} layers over {case.layout.pp} stages"
-        raise NotComputable(f"the split of {lost} is not stated")
+    if broken := rules.check(case.job, case.layout):
+        raise NotComputable(f"as stated it is illegal: {broken[0].message}")
     return replace(case, job=replace(case.job, profile=load_profile(stack.profile))), cluster
+
+
+def _expert_tensor(record: Mapping[str, Any], tp: int, rest: int) -> int:
+    """Return an unstated etp: tp, as Megatron has it, unless only 1 divides the world of a record."""
+    num_gpus = record.get("num_gpus")
+    return tp if not num_gpus or num_gpus % (tp * rest) == 0 else 1
 
 
 def _chunks(record: Mapping[str, Any], pp: int) -> int:

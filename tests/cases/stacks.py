@@ -47,7 +47,8 @@ _DEEPSPEED_FP16 = replace(
 )
 MEGATRON_DEEPSPEED = Stack(
     profile="megatron-deepspeed",
-    version="0.5.0",
+    # Uneven stages come with the engine; no Megatron release limits them.
+    version="main",
     capabilities=replace(EVERYTHING, layout_string=True, shardings=("none", "optim")),
     kernels=Kernels(attention="fused_softmax", transformer_engine=False),
     recipes={"fp16": _DEEPSPEED_FP16},

@@ -12,7 +12,7 @@ from nest_megatron import rules
 from nest_megatron.planner.change import changed, parse_value
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Layout
-from tests.cases import computable
+from tests.cases import computable, table
 from tests.cases.builder import Case, build, records, vary
 from tests.cases.verdicts import Expectation, expectations, memory_verdict, texts
 
@@ -100,3 +100,10 @@ def test_clear_memory_outcomes_are_right(cases: dict[str, dict[str, Any]], expec
         assert least.peak_device_bytes <= (1 - MARGIN) * least.visible_bytes
     else:
         assert least.peak_device_bytes >= (1 + MARGIN) * least.visible_bytes
+
+
+def test_the_memory_table_has_a_row_for_every_expectation(shared: Path) -> None:
+    """Each expectation about memory is computable, and its row says whether the case agrees."""
+    rows = table.lines(shared)[1:]
+    assert len(rows) == sum(e.fits is not None for e in _ALL)
+    assert all(any(f"| {word} |" in row for word in ("right", "WRONG", "undecided")) for row in rows)

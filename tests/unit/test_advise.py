@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import time
 
 import pytest
@@ -12,6 +13,7 @@ from nest_megatron.errors import NoPlanError
 from nest_megatron.planner.advise import BEARABLE, GPUS, Repair, advise
 from nest_megatron.planner.evaluate import Evaluator
 from nest_megatron.planner.search import search
+from nest_megatron.planner.space import enumerate_space
 from nest_megatron.rules import check
 from nest_megatron.rules.nearest import alternatives
 from nest_megatron.specs.cluster import Cluster
@@ -121,3 +123,36 @@ def test_advice_takes_about_a_second(job: TrainJob) -> None:
     started = time.process_time()
     advice_on(job)
     assert time.process_time() - started < 3.0
+
+
+def unfit_job(seed: int) -> TrainJob:
+    """Return a seeded job of a public model whose own legal layout does not fit its cluster."""
+    rng = random.Random(seed)
+    while True:
+        job = builders.make_job(
+            model=rng.choice((builders.llama70b, builders.gpt175b, builders.mixtral, builders.deepseek_v2))(),
+            num_gpus=8 * rng.choice((1, 2, 3, 4, 8, 16)),
+            global_batch=rng.choice((64, 96, 256)),
+            sequence_length=2048,
+            megatron_core_version=rng.choice(("0.5.0", "0.9.0", "0.16.1")),
+        )
+        space = enumerate_space(job)
+        for i in rng.sample(range(len(space)), min(20, len(space))):
+            layout = space.layout(i)
+            if not Evaluator(job, cluster_of(job)).predict([layout])[0].feasible:
+                return dataclasses.replace(job, user_layout=layout)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_advice_on_random_layouts_is_legal_and_fits(seed: int) -> None:
+    """On any layout that does not fit, every advice is legal on its GPUs and runs; the rest says why not."""
+    job = unfit_job(seed)
+    repair = advice_on(job)
+    assert repair.advice or repair.no_help
+    for advice in repair.advice:
+        changed = dataclasses.replace(job, num_gpus=advice.num_gpus)
+        assert check(changed, advice.layout) == ()
+        assert advice.peak_device_bytes <= repair.limit_bytes
+        assert advice.fits in ("FITS", "TIGHT")
+    for item in repair.no_help:
+        assert item.peak_device_bytes > repair.limit_bytes

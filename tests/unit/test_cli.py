@@ -55,7 +55,7 @@ def test_help_loads_nothing_heavy_and_lists_what_works() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     commands = re.findall(r"^    (\w+)  ", done.stdout, flags=re.MULTILINE)
-    assert commands == ["plan", "check", "explain", "doctor"]
+    assert {"plan", "check", "explain", "doctor"} <= set(commands)
     assert "loaded: []" in done.stdout
 
 
