@@ -32,7 +32,7 @@ from nest_megatron.pipeline import plan_config
 from nest_megatron.specs.layout import AXES
 from nest_megatron.specs.plan import Plan
 from nest_megatron.specs.settings import PlanSettings
-from tests.hostile_mutators import NUMBERS, TEXTS, TYPES, mutate
+from tests.hostile_mutators import NUMBERS, PLAUSIBLE, TEXTS, TYPES, mutate
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = REPOSITORY / "scripts" / "conf"
@@ -132,14 +132,12 @@ def _good_plan() -> Plan:
     return planfile.seal(plan_config(config, settings=PlanSettings(pin={"tp": 4})), _FINGERPRINT)
 
 
+_SYNTAX = ("'", '"', "[", "{a:", "1,2", "[1,2]", "[2,4]", "range(1,4)", "\\", "dgx-h100", "nemo", "2.0.0")
+
+
 def _value(rng: random.Random) -> str:
-    kinds: tuple[tuple[object, ...], ...] = (
-        TEXTS,
-        TYPES,
-        NUMBERS,
-        ("'", '"', "[", "{a:", "1,2", "range(1,4)", "\\"),
-    )
-    text = str(rng.choice(rng.choice(kinds)))
+    values = rng.choice((TEXTS, TYPES, NUMBERS, PLAUSIBLE, PLAUSIBLE, _SYNTAX))
+    text = str(rng.choice(values))
     return text[:2000]
 
 

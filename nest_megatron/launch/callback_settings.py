@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
 
 from nest_megatron.errors import BadInputError, Factor
 from nest_megatron.specs import codec
@@ -68,10 +69,20 @@ def is_setting(override: str) -> bool:
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-        for key, value in given.items()
-    }
+    return {key: resolved(value) if OmegaConf.is_config(value) else value for key, value in given.items()}
+
+
+def resolved(node: Any) -> Any:
+    """Return a node of settings as plain data.
+
+    Raises:
+        BadInputError: an interpolation in it cannot be resolved.
+    """
+    try:
+        return OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        reason = " ".join(str(error).split()) or "it refers to itself"
+        raise BadInputError("NEST-L13", f"a setting of NEST has no value: {reason}") from None
 
 
 def _take_node(config: DictConfig) -> dict[str, Any]:
@@ -86,8 +97,7 @@ def _take_node(config: DictConfig) -> dict[str, Any]:
             factors=[Factor("nest", ", ".join(map(str, node)) if isinstance(node, DictConfig) else node)],
             nearest=["hydra.callbacks.nest.<key>=value for NEST's settings"],
         )
-    plain = OmegaConf.to_container(node, resolve=True)
-    assert isinstance(plain, dict)
+    plain = resolved(node)
     with read_write(config), open_dict(config):
         del config[NODE]
     return {str(key): value for key, value in plain.items()}

@@ -26,7 +26,7 @@ from nest_megatron.errors import (
     NothingToPlanError,
 )
 from nest_megatron.launch import planfile
-from nest_megatron.launch.callback_settings import NODE, is_setting
+from nest_megatron.launch.callback_settings import NODE, is_setting, resolved
 from nest_megatron.launch.environment import require_environment
 from nest_megatron.launch.faults import errors_as_exit, faults_as_errors, leave, say
 from nest_megatron.launch.hydra import FOLDER_NAME, write_record
@@ -144,8 +144,7 @@ def _prepare(
         config = loader.load_sweep_config(master, texts)
         with read_write(config), open_dict(config), read_write(config.hydra), open_dict(config.hydra):
             config.hydra.job.num, config.hydra.job.id = number, str(number)
-        given = OmegaConf.to_container(config.hydra.callbacks[NODE], resolve=True)
-        assert isinstance(given, dict)
+        given = resolved(config.hydra.callbacks[NODE])
         settings = {str(key): value for key, value in given.items() if not str(key).startswith("_")}
         with hydra_resolvers(config):
             run = Run.of(settings, config)

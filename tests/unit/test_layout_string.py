@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,22 +113,11 @@ def test_chunks_that_cannot_be_written(chunks: tuple[int, ...]) -> None:
 def test_agreement_with_megatron_core() -> None:
     """megatron-core reads the same layers per chunk from published and from 300 seeded random texts."""
     layer_layout = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
-    import random
-
     rng = random.Random(8)
     texts = [*PUBLISHED]
     for _ in range(300):
         parts = [
-            rng.choice(
-                [
-                    "t",
-                    "tt",
-                    f"t*{rng.randint(1, 9)}",
-                    f"({'t' * rng.randint(0, 3)}|)*{rng.randint(1, 4)}",
-                    "|",
-                    ",",
-                ]
-            )
+            rng.choice(["t", "tt", f"t*{rng.randint(1, 9)}", f"({'t' * rng.randint(0, 3)}|)*3", "|", ","])
             for _ in range(rng.randint(0, 8))
         ]
         texts.append(f"E{''.join(parts)}{rng.choice(['', 'm', 'm*2', '|m'])}L")
@@ -138,12 +129,12 @@ def test_agreement_with_megatron_core() -> None:
         ours = parse(text)
         assert [segment.num_layers for segment in ours] == [row.count("decoder") for row in names], text
         assert [segment.mtp for segment in ours] == [row.count("mtp") for row in names], text
-        built = layer_layout.PipelineParallelLayerLayout(text, 1)
+        built = layer_layout.PipelineParallelLayerLayout(text, len(ours))
         built.validate_layer_layout(sum(s.num_layers for s in ours), sum(s.mtp for s in ours))
 
 
 @given(st.text(alphabet="EtmL|()*23", max_size=14))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 def test_what_we_read_megatron_core_reads_the_same(text: str) -> None:
     """On any text that both accept, both find the same layers; we accept nothing that it refuses."""
     layer_layout = pytest.importorskip("megatron.core.transformer.pipeline_parallel_layer_layout")
