@@ -101,7 +101,23 @@ def _parser() -> argparse.ArgumentParser:
     )
     _doctor_command(commands)
     _validate_command(commands)
+    _calibrate_command(commands)
     return parser
+
+
+def _calibrate_command(commands: Any) -> None:
+    purpose = "learn from one measured run; every later plan for that machine and stack uses it"
+    command = commands.add_parser(
+        "calibrate",
+        help=purpose,
+        description=purpose[0].upper() + purpose[1:] + ".",
+        epilog=_EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_argument("what", choices=("memory",), help="the quantity that the run measured")
+    command.add_argument("run_record", metavar="RUN.json", help="one record of the measured schema")
+    command.set_defaults(run=run_calibrate, json=None)
 
 
 def _validate_command(commands: Any) -> None:
@@ -262,6 +278,16 @@ def _explanation_json(explanation: Explanation, loading: Sequence[str]) -> str:
     record = {"schema": SCHEMA, **codec.to_plain(explanation)}
     record["assumptions"] = [*loading, *explanation.assumptions]
     return json.dumps(record, indent=2) + "\n"
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Store what ``arguments.run_record`` teaches."""
+    from pathlib import Path
+
+    from nest_megatron.calibration.memory import calibrate_memory
+
+    print(calibrate_memory(Path(arguments.run_record)).render())
+    return EXIT_OK
 
 
 def run_validate(arguments: argparse.Namespace) -> int:

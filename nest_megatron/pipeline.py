@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nest_megatron import rules
+from nest_megatron.calibration.store import apply, load_store
 from nest_megatron.cluster.load import load_cluster
 from nest_megatron.dialects import registry
 from nest_megatron.dialects.base import Dialect
@@ -55,6 +56,7 @@ class _Inputs:
     job: TrainJob
     cluster: Cluster
     source: str
+    calibration: str
 
 
 def plan_config(
@@ -155,7 +157,10 @@ def _read(config: DictConfig, overrides: Sequence[str], settings: PlanSettings, 
     # Fewer GPUs than one node is the cluster's own business; whole nodes use `gpus_per_node` of each.
     ranks_per_node = job.gpus_per_node if job.num_gpus >= job.gpus_per_node else None
     cluster = load_cluster(settings.cluster, num_gpus=job.num_gpus, ranks_per_node=ranks_per_node)
-    return _Inputs(dialect, job, cluster, source)
+    calibration = "off"
+    if settings.calibration:
+        job, calibration = apply(job, cluster, load_store())
+    return _Inputs(dialect, job, cluster, source, calibration)
 
 
 def _user_side(inputs: _Inputs, evaluator: Evaluator) -> UserSide:
@@ -285,5 +290,5 @@ def _provenance(inputs: _Inputs, settings: PlanSettings) -> dict[str, Any]:
         "accelerator": cluster.accelerator.name,
         "pins": {axis: str(value) for axis, value in job.pins.items()},
         "force": settings.force,
-        "calibration": "none",
+        "calibration": inputs.calibration,
     }

@@ -247,11 +247,16 @@ def _record_problem(text: str, code: int) -> str:
 
 
 def _plan_command(folder: Path, job: bytes, *more: str) -> Verdict:
+    """Plan and write both files, then ask for the verdict alone: two ways through the rooms."""
     path = folder / "job.yaml"
     path.write_bytes(job)
     argv = ["plan", "--config", str(path), "--json", "plan.json", "--write-config", "planned.yaml", *more]
     before = {found for found in folder.rglob("*") if found.is_file()}
-    return _and_files(_ran(lambda: main(argv)), folder, before)
+    planned = _and_files(_ran(lambda: main(argv)), folder, before)
+    checked = _said(_ran(lambda: main(["check", "--config", str(path), *more])))
+    return (
+        Verdict("fault", f"check: {checked.problem}") if checked.problem and not planned.problem else planned
+    )
 
 
 def _judge_config(hostile: Hostile, folder: Path) -> Verdict:

@@ -62,15 +62,16 @@ def layout_edits(args: Arguments, job: TrainJob, layout: Layout) -> dict[str, An
 
 def _check_expressible(job: TrainJob, layout: Layout) -> None:
     """Refuse what this release has no flag for; what the user already asks for needs no edit."""
-    able, user, moe = job.capabilities, job.user_layout, job.model.moe
+    able, user = job.capabilities, job.user_layout
+    own_etp = layout.etp != layout.tp
+    kept_etp = layout.etp == user.etp != user.tp
     selective = layout.recompute.granularity == "selective"
     modules = set(layout.recompute.modules) - set(able.recompute_modules) - set(user.recompute.modules)
     instances = layout.num_optimizer_instances
     reasons = [
         (layout.cp not in (1, user.cp) and not able.context_parallel, "cp", layout.cp),
         (layout.ep not in (1, user.ep) and not able.expert_parallel, "ep", layout.ep),
-        (layout.etp not in (layout.tp, user.etp) and moe is None, "etp", layout.etp),
-        (layout.etp not in (layout.tp, user.etp) and not able.expert_tensor_parallel, "etp", layout.etp),
+        (own_etp and not able.expert_tensor_parallel and not kept_etp, "etp", layout.etp),
         (layout.sequence_parallel and layout.tp == 1, "sequence_parallel", True),
         (layout.sharding not in (*able.shardings, user.sharding), "sharding", layout.sharding),
         (layout.order not in (*able.orders, user.order), "order", layout.order),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from nest_megatron.calibration.store import load_store
 from nest_megatron.launch.processes import PER_PROCESS_VARIABLES
 from nest_megatron.specs import codec
 from nest_megatron.specs.settings import PlanSettings
@@ -61,6 +62,7 @@ def fingerprint_of(
             "settings": _digest(settings_text),
             "cluster file": _file_digest(settings.cluster),
             "environment": _environment_digest(unresolved + settings_text),
+            "calibration": load_store().digest if settings.calibration else "off",
             "versions": _versions_digest(),
             "code": code_digest(),
         }

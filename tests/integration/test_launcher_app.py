@@ -32,9 +32,9 @@ def launch(app: App, shared: Path, *overrides: str, mode: str = "") -> Ended:
 
 def trained(app: App, shared: Path, name: str) -> tuple[Ended, Plan]:
     """Plan the training stage ``name`` and check what every plan must keep."""
-    ended = launch(
-        app, shared, "stages=[training]", f"training={name}", "+nest=auto", "+nest.cluster=dgx-h100"
-    )
+    asked = ("stages=[training]", f"training={name}", "+nest=auto", "+nest.cluster=dgx-h100")
+    # Composing the nested groups of this stage takes Hydra longer than all the others together.
+    ended = launch(app, shared, *asked, "~data_curation")
     plan = plan_of(ended)
     assert plan.provenance["dialect"] == "launcher"
     assert all(key.startswith("training.") for key in plan.edits)

@@ -72,9 +72,17 @@ def world(record: dict[str, Any]) -> int:
     return int(record["num_gpus"] or max(8, record["pp"] * inner))
 
 
-def read(record: dict[str, Any]) -> TrainJob:
-    """Return one record's job."""
-    return DIALECT.read(config(record), overrides=(), settings=settings(world(record)))
+@cache
+def outcomes(shared: Path) -> tuple[tuple[dict[str, Any], TrainJob | BadInputError], ...]:
+    """Return each record with the job it reads as, or the refusal."""
+    return tuple((record, _job_or_refusal(record)) for record in records(shared))
+
+
+def _job_or_refusal(record: dict[str, Any]) -> TrainJob | BadInputError:
+    try:
+        return DIALECT.read(config(record), overrides=(), settings=settings(world(record)))
+    except BadInputError as error:
+        return error
 
 
 def settings(num_gpus: int) -> PlanSettings:
