@@ -21,6 +21,8 @@ from nest_megatron.specs.model import BlockKind
 BACKWARD_HOST_FACTOR = 1.2
 #: Share of a sequence-parallel gather for the weight gradient that stays exposed.
 WGRAD_GATHER_EXPOSED = 0.5
+#: Usable share of a compute window that hides communication (network.md section 5, eta).
+WINDOW_USE = 0.9
 #: Recompute module -> prefix of the operators whose forward pass runs again.
 MODULE_OPERATORS = {
     "core_attn": ("attention_core",),
@@ -94,7 +96,7 @@ class BlockPricer:
     def _block(self, block: Block, choice: BlockChoice, hidden: HiddenShares, *, host_s: float) -> BlockTime:
         compute = self.compute.block(block)
         again = self._selective_recompute(block, choice)
-        comm = self._communication(block, choice, hidden)
+        comm = self._communication(block, choice, hidden, compute)
         forward = compute.forward_s + sum(t.forward_s for t in comm.values())
         backward = compute.backward_s + again + sum(t.backward_s for t in comm.values())
         wait = max(0.0, host_s - forward) + max(0.0, BACKWARD_HOST_FACTOR * host_s - backward)
@@ -116,15 +118,22 @@ class BlockPricer:
             self.compute.operator(op).forward_s for op in block.operators if op.name.startswith(prefixes)
         )
 
-    def _communication(self, block: Block, choice: BlockChoice, hidden: HiddenShares) -> dict[str, PassTime]:
+    def _communication(
+        self, block: Block, choice: BlockChoice, hidden: HiddenShares, compute: PassTime
+    ) -> dict[str, PassTime]:
         """Return the exposed seconds per axis; ``etp`` counts as ``ep``."""
         total: dict[str, PassTime] = {}
         for collective in block.collectives:
             seconds = self._collective_s(collective, choice)
             if collective.axis == "cp":
                 exposed = self._ring(block, collective, choice, seconds)
+            elif collective.axis == "tp":
+                exposed = self._tensor(collective, choice, seconds, hidden, compute)
             else:
-                exposed = _exposed(collective, seconds, hidden)
+                exposed = PassTime(
+                    collective.forward * (1 - hidden.ep) * seconds,
+                    collective.backward * (1 - hidden.ep) * seconds,
+                )
             axis = "ep" if collective.axis == "etp" else collective.axis
             total[axis] = total.get(axis, PassTime(0.0, 0.0)) + exposed
         return total
@@ -139,6 +148,29 @@ class BlockPricer:
         group = self.group(size, stride)
         return self.collectives.time_s(collective.op, collective.num_bytes, group)
 
+    def _tensor(
+        self,
+        collective: Collective,
+        choice: BlockChoice,
+        seconds: float,
+        hidden: HiddenShares,
+        compute: PassTime,
+    ) -> PassTime:
+        """Return what TP communication leaves exposed: the share not hidden, or beyond the GEMMs.
+
+        Userbuffers need one NVLink domain.  In the backward pass only the weight-gradient half of the GEMMs
+        is independent of the communication (network.md section 5).
+        """
+        inside = self.group(choice.tp, 1).num_domains == 1
+        forward = collective.forward * seconds
+        plain = collective.backward - collective.backward_hidden
+        backward = (plain + WGRAD_GATHER_EXPOSED * collective.backward_hidden) * seconds
+        forward_share = hidden.tp_forward if inside else 0.0
+        return PassTime(
+            max(forward * (1 - forward_share), forward - WINDOW_USE * compute.forward_s),
+            max(backward * (1 - hidden.tp_backward), backward - WINDOW_USE * compute.backward_s / 2),
+        )
+
     def _ring(self, block: Block, ring: Collective, choice: BlockChoice, step_s: float) -> PassTime:
         """Return what ring attention leaves exposed: each step hides behind one chunk's attention."""
         core = next(op for op in block.operators if op.kind == "attention")
@@ -148,14 +180,3 @@ class BlockPricer:
             steps * max(0.0, step_s - attention.forward_s / choice.cp),
             steps * max(0.0, ring.backward / ring.forward * step_s - attention.backward_s / choice.cp),
         )
-
-
-def _exposed(collective: Collective, seconds: float, hidden: HiddenShares) -> PassTime:
-    if collective.axis == "tp":
-        plain = collective.backward - collective.backward_hidden
-        backward = (plain + WGRAD_GATHER_EXPOSED * collective.backward_hidden) * (1 - hidden.tp_backward)
-        return PassTime(collective.forward * (1 - hidden.tp_forward) * seconds, backward * seconds)
-    if collective.axis == "ep":
-        share = 1 - hidden.ep
-        return PassTime(collective.forward * share * seconds, collective.backward * share * seconds)
-    return PassTime(collective.forward * seconds, collective.backward * seconds)

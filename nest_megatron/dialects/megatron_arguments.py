@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from nest_megatron.dialects.megatron_flags import BY_FIELD, FLAGS, Flag, Release, default_of
@@ -233,6 +234,7 @@ class Arguments:
         )
 
 
+@lru_cache(maxsize=4096)
 def flag_of(name: str) -> Flag | None:
     """Return the table's entry of a flag, with or without dashes; None when the table has none.
 

@@ -243,6 +243,7 @@ class _Reader:
         reasons = {"etp": "NeMo has no key for it: experts are split over TP like every other layer"}
         if not optimizer.o2 or "optim" not in able.shardings:
             reasons["overlap"] = "only a distributed optimizer with megatron_amp_O2 has overlap keys"
+        # Zero is how shipped files spell off.
         partial = [
             key
             for key in (

@@ -159,6 +159,8 @@ def _layout(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec, bra
     if not dp:
         raise NotComputable("neither the GPU count nor the data-parallel size is printed")
     micro_batch, global_batch = _batches(record, stack, int(dp), degree["pp"])
+    if global_batch < micro_batch * int(dp):
+        raise NotComputable(f"a batch of {global_batch} gives {dp} ranks less than {micro_batch} sequences each")
     world = inner * int(dp)
     etp = _expert_tensor_parallel(record, model, degree, world)
     if record.get("pp") is None and record.get("tp") is None and record.get("num_gpus", 1) != 1:
