@@ -37,7 +37,7 @@ DEFAULT_CLUSTER = "dgx-h100"
 
 MAX_GPUS_PER_NODE = 1024
 
-_DTYPES = ("bf16", "fp16", "fp8", "fp32")
+_DTYPES = ("bf16", "fp16", "fp8", "fp4", "fp32")
 _CLUSTER_KEYS = ("accelerator", "gpus_per_node", "levels")
 _CLUSTER_OPTIONS = (
     "base",

@@ -23,13 +23,13 @@ WAVE_SOFTNESS = 0.60
 STORE_BYTES, ACCUMULATE_BYTES = 2, 8
 # Elementwise bytes per weight when the accumulation is a kernel of its own.
 UNFUSED_WGRAD_BYTES = 10
-# Bytes per operand element of the cast and transpose in front of an fp8 GEMM.
+# Bytes per operand element of the cast and transpose in front of an fp8 or fp4 GEMM.
 FP8_CAST_BYTES = 3.1
 # Attention: occupancy floor, query rows per block, penalty of narrow heads.
 OCCUPANCY_FLOOR, QUERY_ROWS_PER_BLOCK, NARROW_HEAD, NARROW_HEAD_SHARE = 0.35, 128, 64, 0.75
 # Grouped GEMM: base factor, factor of one local expert, and the small-M term (moe.md table, r3).
 GROUPED_FACTOR, SINGLE_EXPERT_FACTOR, GROUPED_SMALL_M, GROUPED_REFERENCE_M = 1.18, 0.71, 0.42, 256
-OPERAND_BYTES = {"fp8": 1.0, "fp32": 4.0}
+OPERAND_BYTES = {"fp8": 1.0, "fp4": 0.56, "fp32": 4.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +124,6 @@ class ComputeModel:
         moved = batch * (operand * (m * k + k * n) + store_bytes * m * n)
         memory_s = moved / self.hbm_bytes_per_s
         cast_s = 0.0
-        if self.dtype == "fp8":
+        if self.dtype in ("fp8", "fp4"):
             cast_s = FP8_CAST_BYTES * batch * (m * k + k * n) / self.hbm_bytes_per_s
         return max(compute_s, memory_s) + cast_s + self.gap_s

@@ -36,7 +36,7 @@ class Sizes:
             tokens=tokens,
             tokens_sp=tokens // choice.tp if choice.sequence_parallel else tokens,
             act_bytes=job.recipe.activation_bytes,
-            low_bytes=1 if job.recipe.compute_dtype == "fp8" else job.recipe.activation_bytes,
+            low_bytes=1 if job.recipe.compute_dtype in ("fp8", "fp4") else job.recipe.activation_bytes,
         )
 
     @property

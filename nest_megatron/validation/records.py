@@ -74,7 +74,7 @@ def build(record: dict[str, Any]) -> Built:
     cluster = _cluster(record)
     brackets: list[str] = []
     layout = _layout(record, stack, model, brackets)
-    kernels = Kernels(**stack["kernels"])
+    kernels = _kernels(record, stack)
     job = TrainJob(
         name=str(record["id"]),
         dialect="record",
@@ -93,6 +93,13 @@ def build(record: dict[str, Any]) -> Built:
         capabilities=Capabilities(),
     )
     return Built(job=job, layout=layout, cluster=cluster, brackets=tuple(brackets))
+
+
+def _kernels(record: dict[str, Any], stack: dict[str, Any]) -> Kernels:
+    """Return the stack's kernels, with the CUDA graphs that the record's recipe flags name."""
+    graphs = (record.get("recipe_flags") or {}).get("cg")
+    changes = {} if graphs is None else {"cuda_graphs": graphs == "full"}
+    return Kernels(**{**stack["kernels"], **changes})
 
 
 def _need(record: dict[str, Any], key: str) -> Any:
@@ -160,13 +167,14 @@ def _layout(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec, bra
         raise NotComputable("neither the GPU count nor the data-parallel size is printed")
     micro_batch, global_batch = _batches(record, stack, int(dp), degree["pp"])
     if global_batch < micro_batch * int(dp):
-        raise NotComputable(f"a batch of {global_batch} gives {dp} ranks less than {micro_batch} sequences each")
+        raise NotComputable(
+            f"a batch of {global_batch} gives {dp} ranks less than {micro_batch} sequences each"
+        )
     world = inner * int(dp)
     etp = _expert_tensor_parallel(record, model, degree, world)
     if record.get("pp") is None and record.get("tp") is None and record.get("num_gpus", 1) != 1:
         brackets.append("the layout's degrees are not printed: 1 is assumed")
     sharding = _sharding(record, stack)
-    plain = stack["profile"] == "fsdp2"
     return Layout(
         tp=degree["tp"],
         pp=degree["pp"],
@@ -182,7 +190,23 @@ def _layout(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec, bra
         num_layers_per_chunk=even_split(model.num_layers, degree["pp"] * degree["vpp"]),
         sharding=sharding,
         recompute=_recompute(record, brackets),
-        overlap=Overlap(grad_reduce=not plain, param_gather=sharding == "optim", p2p=degree["vpp"] > 1),
+        overlap=_overlap(stack, degree, sharding, record),
+    )
+
+
+def _overlap(
+    stack: dict[str, Any], degree: dict[str, int], sharding: Sharding, record: dict[str, Any]
+) -> Overlap:
+    """Return what the stack overlaps by itself."""
+    if stack.get("overlap") == "off":
+        return Overlap()
+    flags = record.get("recipe_flags") or {}
+    return Overlap(
+        grad_reduce=True,
+        param_gather=sharding == "optim",
+        tp_comm=stack.get("overlap") == "userbuffers" and degree["tp"] > 1,
+        p2p=degree["vpp"] > 1,
+        expert_all_to_all=bool(flags.get("a2aov")) and degree["ep"] > 1,
     )
 
 
@@ -266,7 +290,8 @@ def _recipe(record: dict[str, Any], stack: dict[str, Any]) -> Recipe:
     entry = stack["recipes"].get(width)
     if entry is None:
         raise NotComputable(f"no {width} recipe is known for this stack")
-    dtype = "fp8" if width != "16-bit" else "fp16" if "fp16" in text and "bf16" not in text else "bf16"
+    plain = "fp16" if "fp16" in text and "bf16" not in text else "bf16"
+    dtype = {"4-bit": "fp4", "8-bit": "fp8", "16-bit": plain}[width]
     return Recipe(
         name=f"{stack['profile']} {text}",
         compute_dtype=dtype,
