@@ -10,6 +10,7 @@ import operator
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nest_megatron.dialects.placeholders import expand, names_in
@@ -65,7 +66,7 @@ def logical_lines(text: str) -> Iterator[tuple[int, str]]:
             continue
         if char == "\n":
             number += 1
-            if not quote and depth == 0:
+            if not quote and depth == 0 and not buffer.rstrip().endswith(("&&", "||", "|")):
                 yield first, buffer
                 buffer, first = "", number
             else:
@@ -202,16 +203,43 @@ def _integer(node: ast.expr) -> int:
     raise ValueError("not integer arithmetic")
 
 
+@dataclass(slots=True)
+class _Block:
+    """An open block of control flow; verdicts are None when they are not known without running it.
+
+    Args:
+        end: the word that closes it.
+        test: verdict of the branch's own condition.
+        earlier: whether an earlier branch of the same ``if`` was taken.
+    """
+
+    end: str
+    test: bool | None
+    earlier: bool | None = False
+
+    @property
+    def runs(self) -> bool | None:
+        """Whether the branch is taken."""
+        if self.earlier or self.test is False:
+            return False
+        return None if self.earlier is None else self.test
+
+    @property
+    def taken(self) -> bool | None:
+        """Whether this branch or an earlier one is taken."""
+        return self.earlier if self.earlier else (None if self.earlier is None else self.runs)
+
+
 def statements(text: str, shell: Shell, left_out: list[str]) -> Iterator[list[str]]:
     """Run the assignments of a script; yield the words of every other command that is surely reached.
 
     Args:
         left_out: receives one sentence per block that is not run although it assigns or runs something.
     """
-    blocks: list[tuple[str, bool | None]] = []
+    blocks: list[_Block] = []
     for number, line in logical_lines(text):
         if _FUNCTION.match(line):
-            blocks.append(("}", None))
+            blocks.append(_Block("}", None))
             continue
         array = _ARRAY.match(line)
         if array is not None:
@@ -222,9 +250,8 @@ def statements(text: str, shell: Shell, left_out: list[str]) -> Iterator[list[st
         asking = False  # inside the condition of an if, which may be a chain of tests
         for before, words in chain:
             asking = words[:1] in (["if"], ["elif"]) or (asking and before in ("&&", "||"))
-            if asking and words[0] in _TESTS:
-                end, verdict = blocks.pop()
-                blocks.append((end, _joined(verdict, before, shell.holds(words))))
+            if asking and words and words[0] in _TESTS:
+                blocks[-1].test = _joined(blocks[-1].test, before, shell.holds(words))
                 continue
             statement = _enter(words, blocks, shell)
             if not statement:
@@ -233,10 +260,10 @@ def statements(text: str, shell: Shell, left_out: list[str]) -> Iterator[list[st
                 reached = None if reached is None else reached is (before == "&&")
             else:
                 reached = True
-            verdicts = [*(verdict for _, verdict in blocks), reached]
+            verdicts = [*(block.runs for block in blocks), reached]
             if not all(verdicts):
                 if False not in verdicts and _matters(statement):
-                    _note([*blocks, ("&&", reached)], number, left_out)
+                    _note([*blocks, _Block("&&", reached)], number, left_out)
                 continue
             if statement[0] in _TESTS:
                 reached = shell.holds(statement)
@@ -272,24 +299,22 @@ def _split_statements(words: list[str]) -> Iterator[tuple[str, list[str]]]:
     yield before, statement
 
 
-def _enter(statement: list[str], blocks: list[tuple[str, bool | None]], shell: Shell) -> list[str]:
+def _enter(statement: list[str], blocks: list[_Block], shell: Shell) -> list[str]:
     """Follow control words; return what is left of the statement to run."""
     while statement:
         word = statement[0]
         if word == "if":
-            blocks.append(("fi", shell.holds(statement[1:])))
+            blocks.append(_Block("fi", shell.holds(statement[1:])))
             return []
         if word == "elif" and blocks:
-            seen = blocks.pop()[1]
-            blocks.append(("fi", shell.holds(statement[1:]) if seen is False else (False if seen else None)))
+            blocks.append(_Block("fi", shell.holds(statement[1:]), blocks.pop().taken))
             return []
         if word == "else" and blocks:
-            seen = blocks.pop()[1]
-            blocks.append(("fi", None if seen is None else not seen))
+            blocks.append(_Block("fi", True, blocks.pop().taken))
         elif word in _OPENING:
-            blocks.append((_OPENING[word], None))
+            blocks.append(_Block(_OPENING[word], None))
             return []
-        elif blocks and word == blocks[-1][0]:
+        elif blocks and word == blocks[-1].end:
             blocks.pop()
         elif word not in ("then", "do", "{", "}", "("):
             return statement
@@ -297,9 +322,9 @@ def _enter(statement: list[str], blocks: list[tuple[str, bool | None]], shell: S
     return []
 
 
-def _note(blocks: list[tuple[str, bool | None]], number: int, left_out: list[str]) -> None:
+def _note(blocks: list[_Block], number: int, left_out: list[str]) -> None:
     """Say once per block that it is not run."""
-    kind = _ENDS[next(end for end, verdict in blocks if verdict is None)]
+    kind = _ENDS[next(block.end for block in blocks if block.runs is None)]
     sentence = f"the script's {kind} around line {number} is not run: what it sets is left out"
     if not left_out or left_out[-1].partition(" around ")[0] != sentence.partition(" around ")[0]:
         left_out.append(sentence)

@@ -19,6 +19,7 @@ from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import Capabilities, Kernels, Recipe, TrainJob
 from nest_megatron.specs.layout import Layout, Overlap, Recompute, Sharding
 from nest_megatron.specs.model import ModelSpec
+from nest_megatron.validation.arguments import job_of
 from nest_megatron.validation.stacks import build_model, cluster_of, public_shape, stack_of
 
 #: Fields of a record's model -> keys of a shape entry.
@@ -33,6 +34,9 @@ _SHAPE_KEYS = {
     "topk": "top_k",
     "moe_ffn": "moe_ffn",
 }
+
+#: Machine of an argument record that names none; it decides the workspaces only.
+_ASSUMED_ACCELERATOR = "A100-80GB-SXM"
 
 
 class NotComputable(Exception):
@@ -60,7 +64,7 @@ def build(record: dict[str, Any]) -> Built:
         NotComputable: an input is missing, or the run is of a kind that is not modelled.
     """
     if record.get("megatron_args"):
-        raise NotComputable("Megatron-LM arguments are read by the megatron_lm dialect")
+        return _from_arguments(record)
     model_name = str(record["model"].get("name") or "")
     text = f"{model_name} | {record.get('accelerator')} | {record.get('notes') or ''}"
     if re.search(r"\blora\b", text.lower()):
@@ -93,6 +97,18 @@ def build(record: dict[str, Any]) -> Built:
         capabilities=Capabilities(),
     )
     return Built(job=job, layout=layout, cluster=cluster, brackets=tuple(brackets))
+
+
+def _from_arguments(record: dict[str, Any]) -> Built:
+    unprinted = record.get("accelerator") is None
+    cluster = _cluster(record | {"accelerator": _ASSUMED_ACCELERATOR} if unprinted else record)
+    try:
+        job, brackets = job_of(record, cluster)
+    except BadInputError as error:
+        raise NotComputable(error.message) from None
+    if unprinted:
+        brackets = (*brackets, f"the accelerator is not printed: {_ASSUMED_ACCELERATOR} is assumed")
+    return Built(job=job, layout=job.user_layout, cluster=cluster, brackets=brackets)
 
 
 def _kernels(record: dict[str, Any], stack: dict[str, Any]) -> Kernels:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,8 @@ MODEL_ARGS=(
     --max-position-embeddings 4096
     --swiglu --bf16
 )
-if [ -n "${USE_SP}" ] && [ "$TP" -gt 1 ]; then
+if [ -n "${USE_SP}" ] &&
+   [ "$TP" -gt 1 ]; then
     MODEL_ARGS+=(--sequence-parallel)
 elif [ "$TP" == 8 ]
 then
@@ -206,35 +210,43 @@ def test_real_scripts_are_told_from_other_text() -> None:
 
 
 def test_flag_table_agrees_with_megatron_core() -> None:
-    """Fields that are also megatron-core dataclass fields have the dataclass' default, but where the CLI differs."""
+    """A flag that is also a dataclass field has its default, but where the command line has another."""
     config = pytest.importorskip("megatron.core.transformer.transformer_config")
-    import dataclasses
-
     differs = {
-        "kv_channels",
+        "multi_latent_attention",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "attention_backend",
+        "bias_dropout_fusion",
+        "masked_softmax_fusion",
+        "gradient_accumulation_fusion",
+        "overlap_p2p_comm",
+        "num_query_groups",
         "normalization",
         "num_layers",
         "hidden_size",
         "num_attention_heads",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "multi_latent_attention",
-        "num_query_groups",
-        "overlap_p2p_comm",
-        "gradient_accumulation_fusion",
-        "masked_softmax_fusion",
-        "bias_dropout_fusion",
-        "attention_backend",
-        "cp_comm_type",
-        "offload_modules",
-        "transformer_impl",
-        "ffn_hidden_size",
-        "moe_grouped_gemm",
-        "add_bias_linear",
-        "qk_layernorm",
     }
-    theirs = {f.name: f.default for f in dataclasses.fields(config.MLATransformerConfig)}
+    theirs = {field.name: field.default for field in dataclasses.fields(config.MLATransformerConfig)}
     ours = {flag.field: default_of(flag.field, (0, 16)) for flag in FLAGS.values()}
-    shared_fields = {n for n in ours.keys() & theirs.keys() if theirs[n] is not dataclasses.MISSING}
-    assert len(shared_fields - differs) > 30
-    assert {n: ours[n] for n in shared_fields - differs} == {n: theirs[n] for n in shared_fields - differs}
+    both = {name for name in ours.keys() & theirs.keys() if theirs[name] is not dataclasses.MISSING}
+    assert len(both) > 60
+    assert {name for name in both if ours[name] != theirs[name]} == differs
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"TP": "4", "USE_SP": "1", "EXTRA_ARGS": "--qk-layernorm"}, {"TP": "8"}, {"TP": "8", "USE_SP": "x"}],
+)
+def test_bash_passes_the_same_words(environment: dict[str, str], tmp_path: Path) -> None:
+    """Run by bash itself with a torchrun that prints its words, the script passes exactly those we read."""
+    program = tmp_path / "torchrun"
+    program.write_text('#!/bin/sh\nfor word; do echo "$word"; done > words.txt\n', encoding="utf-8")
+    program.chmod(0o755)
+    (tmp_path / "run.sh").write_text(SCRIPT, encoding="utf-8")
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "DATA": "/data", **environment}
+    subprocess.run(["bash", "run.sh", "ckpt"], cwd=tmp_path, env=variables, check=True, capture_output=True)
+    passed = split_argv((tmp_path / "words.txt").read_text(encoding="utf-8").splitlines())
+    ours = script_flags({"DATA": "/data", "1": "ckpt", **environment})
+    assert passed.arguments == ours
