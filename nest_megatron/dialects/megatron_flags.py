@@ -175,8 +175,8 @@ _ROWS: tuple[tuple[str, Kind, object, str], ...] = (
     ("optimizer-cpu-offload", "on", False, "note"),
     ("optimizer-offload-fraction", "float", 1.0, "note"),
     ("cpu-offloading-num-layers", "int", 0, "note"),
-    ("fine-grained-activation-offloading", "on", False, "note"),
-    ("offload-modules", "str*", None, "note"),
+    ("fine-grained-activation-offloading", "on", False, "recipe"),
+    ("offload-modules", "str*", None, "recipe"),
     ("defer-embedding-wgrad-compute", "on", False, "kernels"),
     ("wgrad-deferral-limit", "int", 0, "note"),
     # kernels

@@ -20,7 +20,7 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
     ("moe_pad_expert_input_to_capacity", "tokens padded to capacity are priced like full ones"),
     ("mtp_use_repeated_layer", "each prediction depth is priced with parameters of its own"),
     ("optimizer_cpu_offload", "the optimizer state is priced as if it stayed on the GPU"),
-    ("fine_grained_activation_offloading", "offloaded activations are priced as if they stayed on the GPU"),
+    ("fine_grained_activation_offloading", "an inferred 12 % (attention) and 20 % (experts) stay on the GPU"),
     ("distribute_saved_activations", "saved layer inputs are priced as replicated over TP"),
     ("delay_wgrad_compute", "delayed weight gradients are not priced"),
     ("overlap_p2p_comm_warmup_flush", "send and receive are priced as hidden in the steady phase only"),

@@ -127,9 +127,17 @@ def _with_low_precision(args: Arguments, recipe: Recipe, assumptions: list[str])
         assumptions.append(f"{args.key('fp4')}: fp4 GEMMs and weights are priced like fp8")
     if not args.has("fp8") and not args.has("fp4"):
         return recipe
+    if recipe.activation_bytes == _FP32_BYTES:
+        # fp8 GEMM inputs beside fp32 outputs: 1.5 times the 16-bit activations (memory_model.md section 1).
+        recipe = replace(recipe, activation_bytes=3)
     if args.flag("fp8_param_gather"):
+        # A row and a column copy of one byte each.
         return replace(
-            recipe, name=f"fp8 with fp8 parameters, {recipe.name}", compute_dtype="fp8", param_gather_bytes=1
+            recipe,
+            name=f"fp8 with fp8 parameters, {recipe.name}",
+            compute_dtype="fp8",
+            weight_bytes=_HALF_BYTES,
+            param_gather_bytes=1,
         )
     cached = recipe.cached_weight_bytes + 2
     return replace(recipe, name=f"fp8, {recipe.name}", compute_dtype="fp8", cached_weight_bytes=cached)
@@ -175,6 +183,9 @@ def read_kernels(args: Arguments, *, assumptions: list[str]) -> Kernels:
         large_cublas_workspace="4096" in str(args.environment.get("CUBLAS_WORKSPACE_CONFIG", "")),
         deferred_embedding_wgrad=args.flag("defer_embedding_wgrad_compute"),
         dataloader_mask=args.flag("create_attention_mask_in_dataloader") and not args.flag("mock_data"),
+        offloaded_modules=(args.texts("offload_modules") or ())
+        if args.flag("fine_grained_activation_offloading")
+        else (),
     )
 
 

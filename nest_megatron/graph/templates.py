@@ -6,6 +6,8 @@ collectives research/time_model.md section 2 (collective counts traced in resear
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph, Operator
 from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, gemm, mlp_operators
 from nest_megatron.graph.mamba_template import mamba_operators
@@ -23,6 +25,11 @@ ROTARY_BYTES = 8
 SCORE_BYTES = {"unfused": (20, 30), "fused_softmax": (11, 16)}
 # Kernels that never store the scores.
 FUSED_ATTENTION = ("flash", "flash1", "cudnn")
+# Mixer -> its offload modules, and the share of saved bytes that stays (memory_model.md 2.3, inferred).
+OFFLOAD_KEPT: dict[str, tuple[tuple[str, ...], float]] = {
+    "attention": (("attn_norm", "qkv_linear", "core_attn", "attn_proj"), 0.12),
+    "experts": (("expert_fc1", "moe_act"), 0.20),
+}
 # HBM bytes per local logit of the loss, forward + backward (time_model.md section 2, "Head / loss").
 LOSS_TRAFFIC_BYTES = {"te_fused": 14, "native_fused": 14, "vocab_parallel": 36}
 
@@ -53,8 +60,17 @@ def _block(z: Sizes, kind: BlockKind) -> Block:
     operators: list[Operator] = []
     for mixer in _MIXERS[kind]:
         name = "input_norm" if mixer != "mlp" and mixer != "experts" else "pre_mlp_norm"
-        operators += [_norm(z, name), *_mixer_operators(z, mixer), _residual(z, f"residual_{mixer}")]
+        layer = [_norm(z, name), *_mixer_operators(z, mixer), _residual(z, f"residual_{mixer}")]
+        operators += _offloaded(z, mixer, layer)
     return Block(kind=kind, operators=tuple(operators), collectives=tuple(_collectives(z, _MIXERS[kind])))
+
+
+def _offloaded(z: Sizes, mixer: str, operators: list[Operator]) -> list[Operator]:
+    """Return ``operators`` with the share of their saved bytes that offloading leaves on the GPU."""
+    modules, kept = OFFLOAD_KEPT.get(mixer, ((), 1.0))
+    if not set(modules) & set(z.kernels.offloaded_modules):
+        return operators
+    return [replace(op, saved_bytes=round(kept * op.saved_bytes)) for op in operators]
 
 
 def _mixer_operators(z: Sizes, mixer: str) -> list[Operator]:

@@ -60,6 +60,7 @@ class Kernels:
     Args:
         large_cublas_workspace: ``CUBLAS_WORKSPACE_CONFIG`` asks for the large one on any GPU.
         deferred_embedding_wgrad: the output layer keeps logits of two micro-batches.
+        offloaded_modules: Megatron's ``offload_modules``: their activations wait in host memory.
         dataloader_mask: first and last stage hold a byte mask of sequence squared.
     """
 
@@ -73,6 +74,7 @@ class Kernels:
     large_cublas_workspace: bool = False
     deferred_embedding_wgrad: bool = False
     dataloader_mask: bool = False
+    offloaded_modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

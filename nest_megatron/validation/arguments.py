@@ -1,8 +1,10 @@
-"""Records that carry Megatron-LM arguments: built through the ``megatron_lm`` dialect, like a user's own run."""
+"""Records that carry Megatron-LM arguments: built through the dialect, like a user's own run."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from typing import Any
 
 from nest_megatron.dialects.megatron_lm import MegatronLMDialect, config_of
@@ -23,7 +25,7 @@ def job_of(record: dict[str, Any], cluster: Cluster) -> tuple[TrainJob, tuple[st
     Raises:
         BadInputError: the dialect cannot read or does not plan the run.
     """
-    arguments = {name: value for name, value in record["megatron_args"].items() if name != "_env"}
+    arguments = _noted_arguments(record) | {k: v for k, v in record["megatron_args"].items() if k != "_env"}
     script = f"pretrain_{str(record['model'].get('name') or '').split(':', 1)[0]}.py"
     brackets = []
     world = record.get("num_gpus")
@@ -36,8 +38,20 @@ def job_of(record: dict[str, Any], cluster: Cluster) -> tuple[TrainJob, tuple[st
     return _as_run(job, arguments, record, cluster), tuple(brackets)
 
 
+def _noted_arguments(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that only the record's notes print, as JSON behind ``args:``."""
+    found = re.search(r"args: (\{.*?\})\s*(?:;|$)", str(record.get("notes") or ""), re.DOTALL)
+    if found is None:
+        return {}
+    try:
+        noted = json.loads(found.group(1))
+    except json.JSONDecodeError:
+        return {}
+    return noted if isinstance(noted, dict) else {}
+
+
 def _as_run(job: TrainJob, arguments: dict[str, Any], record: dict[str, Any], cluster: Cluster) -> TrainJob:
-    """Return ``job`` with what the machine decides: the attention that TE picks by itself, and the router's state."""
+    """Return ``job`` with what the machine decides: the attention that TE picks, and the router's state."""
     kernels = job.kernels
     automatic = arguments.get("attention-backend", "auto") == "auto"
     deterministic = arguments.get("deterministic-mode") or "deterministic mode" in str(record.get("notes"))
