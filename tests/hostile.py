@@ -337,7 +337,8 @@ def _time_limit() -> Iterator[None]:
         raise TooSlow
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S)
+    # Again and again: raised inside a destructor, it would only be reported.
+    signal.setitimer(signal.ITIMER_REAL, TIME_LIMIT_S, 1.0)
     try:
         yield
     finally:

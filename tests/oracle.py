@@ -83,7 +83,6 @@ def accepted_by_megatron(job: TrainJob, layout: Layout) -> tuple[bool, str]:
         for judge in (_judge_config, _judge_batches):
             if objection := judge(job, layout):
                 return False, objection
-        etp = layout.tp if job.model.moe is None else layout.etp
         objection = _judge_groups(
             job.num_gpus,
             layout.tp,
@@ -91,7 +90,7 @@ def accepted_by_megatron(job: TrainJob, layout: Layout) -> tuple[bool, str]:
             layout.vpp,
             layout.cp,
             layout.ep,
-            etp,
+            layout.etp,
             layout.num_optimizer_instances,
             layout.order,
         )

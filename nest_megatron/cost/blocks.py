@@ -25,8 +25,8 @@ WGRAD_GATHER_EXPOSED = 0.5
 WINDOW_USE = 0.9
 #: Recompute module -> prefix of the operators whose forward pass runs again.
 MODULE_OPERATORS = {
-    "core_attn": ("attention_core",),
-    "layernorm": ("input_norm", "pre_mlp_norm"),
+    "core_attn": ("attention_core", "cross_core"),
+    "layernorm": ("input_norm", "pre_mlp_norm", "pre_cross_norm"),
     "mlp": ("mlp_",),
     "moe": ("router", "permute", "expert_", "shared_expert"),
     "moe_act": ("expert_activation",),

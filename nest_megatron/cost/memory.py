@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cython_dp import NUM_FEATURES, NUM_KINDS, Feature
-from nest_megatron.graph.templates import FUSED_ATTENTION
+from nest_megatron.graph.attention_template import FUSED_ATTENTION
 from nest_megatron.specs.cluster import Accelerator
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.plan import Band

@@ -53,7 +53,10 @@ def memory_row(job: TrainJob, graph: LayerGraph) -> MemoryRow:
     blocks = [graph.blocks[kind] for kind in job.model.kinds]
     head, embedding, choice = graph.head, graph.embedding, graph.choice
     tokens = choice.micro_batch * job.sequence_length // choice.cp
-    sharded = tokens // choice.tp if choice.sequence_parallel else tokens
+    decoder = job.model.decoder
+    others = 0 if decoder is None else choice.micro_batch * decoder.sequence_length // choice.cp
+    longest = max(tokens, others)
+    sharded = longest // choice.tp if choice.sequence_parallel else longest
     output = next(op for op in head.operators if op.name == "output_layer")
     loss = next(op for op in head.operators if op.name == "loss")
     shapes = [{(op.n, op.k) for op in block.weights()} for block in blocks]
@@ -76,11 +79,11 @@ def memory_row(job: TrainJob, graph: LayerGraph) -> MemoryRow:
         expert_parameters_last=depths * last.expert_parameters,
         parameters_output=output.parameters,
         saved_first_bytes=embedding.saved_bytes,
-        saved_last_bytes=head.operators[0].saved_bytes + depths * (last.saved_bytes + 2 * hidden_bytes),
+        saved_last_bytes=head.saved_bytes + depths * (last.saved_bytes + 2 * hidden_bytes),
         local_logits=loss.m * loss.n,
         gathered_logits=loss.m * loss.n * choice.tp,
         boundary_bytes=hidden_bytes,
-        tokens=tokens,
+        tokens=tokens + others,
         scores=max(_scores(block) for block in blocks),
     )
 
@@ -101,8 +104,8 @@ def _elements(shapes: set[tuple[int, int]]) -> int:
 
 
 def _scores(block: Block) -> int:
-    """Return the attention scores of one micro-batch."""
-    return sum(op.batch * op.m * op.n for op in block.operators if op.kind == "attention")
+    """Return the attention scores of one micro-batch, of the largest attention where there are two."""
+    return max((op.batch * op.m * op.n for op in block.operators if op.kind == "attention"), default=0)
 
 
 def columns(rows: list[Any]) -> dict[str, Int64]:

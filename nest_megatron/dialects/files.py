@@ -17,6 +17,9 @@ from nest_megatron.specs import codec
 
 _YAML_SUFFIXES = (".yaml", ".yml")
 
+#: Far more than any training configuration has; a few lines of aliases of aliases stand for billions.
+MAX_VALUES = 1_000_000
+
 
 def load_config(path: Path | str) -> tuple[DictConfig, tuple[str, ...]]:
     """Return the configuration in ``path`` without its defaults list, and the assumptions that this makes.
@@ -52,6 +55,8 @@ def _parse(text: str, *, source: str) -> DictConfig:
     """Parse one YAML document with OmegaConf's own loader, which refuses duplicate keys and Python tags."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is not None and _num_values(root) > MAX_VALUES:
+            raise _broken(source, f"its aliases stand for more than {MAX_VALUES} values")
         config = OmegaConf.load(io.StringIO(text))
     except RecursionError:
         raise _broken(source, "it is nested too deeply") from None
@@ -62,6 +67,24 @@ def _parse(text: str, *, source: str) -> DictConfig:
         held = {"ScalarNode": "one value", "SequenceNode": "a list"}.get(type(root).__name__, "no keys")
         raise BadInputError("NEST-I11", f"{source} holds {held} instead of the keys of a configuration")
     return config
+
+
+def _num_values(root: yaml.Node) -> int:
+    """Return the number of values when every alias is written out, as OmegaConf does.
+
+    More than ``MAX_VALUES`` for a document that contains itself.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MAX_VALUES  # what counts while its own content is counted
+            parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+            children = (child for part in parts for child in (part if isinstance(part, tuple) else (part,)))
+            sizes[id(node)] = 1 + sum(map(size, children))
+        return sizes[id(node)]
+
+    return size(root)
 
 
 def _broken(source: str, reason: str) -> BadInputError:

@@ -258,7 +258,7 @@ def flag_of(name: str) -> Flag | None:
 
 _DECISIVE = tuple(name for name, flag in FLAGS.items() if flag.decides not in ("note", "refusal"))
 #: Real flags that are not read here and are spelt almost like one that is (0.8 to 0.19).
-_NEIGHBOURS = frozenset({"fp4-param-gather", "fp4-recipe", "decoder-seq-length", "vocab-file"})
+_NEIGHBOURS = frozenset({"fp4-param-gather", "fp4-recipe", "vocab-file"})
 _MAX_LETTERS = 2
 
 

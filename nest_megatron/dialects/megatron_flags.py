@@ -89,6 +89,7 @@ _ROWS: tuple[tuple[str, Kind, object, str], ...] = (
     ("eval-iters", "int", 100, "evaluation_batch"),
     ("seq-length", "int", None, "sequence_length"),
     ("encoder-seq-length", "int", None, "sequence_length"),
+    ("decoder-seq-length", "int", None, "sequence_length"),
     ("load", "str", None, "checkpoint"),
     ("finetune", "on", False, "checkpoint"),
     ("ckpt-format", "str", "torch_dist", "checkpoint"),

@@ -50,7 +50,7 @@ _JOB_FIELDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("rampup_batches", ("rampup_batch_size", "step_batch_size_schedule")),
     ("evaluation_batch", ("eval_global_batch_size", "eval_iters")),
     ("sequence_length", ("seq_length", "encoder_seq_length")),
-    ("num_layers", ("num_layers",)),
+    ("num_layers", ("num_layers", "encoder_num_layers")),
     ("hidden_size", ("hidden_size",)),
     ("ffn_hidden_size", ("ffn_hidden_size",)),
     ("num_attention_heads", ("num_attention_heads",)),

@@ -12,6 +12,7 @@ from typing import Any
 
 from nest_megatron.dialects.megatron_arguments import Arguments
 from nest_megatron.dialects.megatron_hybrid import HybridPattern, read_pattern
+from nest_megatron.dialects.megatron_t5 import read_decoder, trains_t5
 from nest_megatron.dialects.vocabulary import assumed_vocab_size, known_vocab_size
 from nest_megatron.errors import BadInputError
 from nest_megatron.specs.model import MambaSpec, MLASpec, ModelSpec, MoESpec
@@ -36,7 +37,10 @@ def read_model(args: Arguments, *, assumptions: list[str]) -> ModelSpec:
     hybrid = read_pattern(args)
     # The pattern wins over --num-layers (validate_args).
     kinds = hybrid.kinds if hybrid else ()
-    num_layers = len(kinds) or args.required_integer("num_layers", maximum=MAX_LAYERS)
+    num_layers = len(kinds) or _num_layers(args)
+    decoder = read_decoder(args, num_layers, assumptions) if trains_t5(args) else None
+    if decoder is not None:
+        num_layers += decoder.num_layers
     hidden = args.required_integer("hidden_size")
     heads = args.required_integer("num_attention_heads")
     ffn = _ffn(args, hidden)
@@ -71,9 +75,20 @@ def read_model(args: Arguments, *, assumptions: list[str]) -> ModelSpec:
             squared_relu_copy=args.flag("squared_relu"),
             pooler_head=trains_bert(args),
             hybrid_layers=kinds,
+            decoder=decoder,
         )
     except ValueError as error:
         raise BadInputError("NEST-M08", f"the model cannot be built: {error}") from None
+
+
+def _num_layers(args: Arguments) -> int:
+    """Return ``--num-layers``, for which ``--encoder-num-layers`` is another name (validate_args)."""
+    given = args.integer("encoder_num_layers", maximum=MAX_LAYERS)
+    if given is None:
+        return args.required_integer("num_layers", maximum=MAX_LAYERS)
+    if args.has("num_layers"):
+        raise args.wrong("encoder_num_layers", f"absent beside {args.key('num_layers')}")
+    return given
 
 
 def trains_bert(args: Arguments) -> bool:
@@ -169,7 +184,7 @@ def _vocabulary(args: Arguments, assumptions: list[str]) -> tuple[int, int]:
 
 def _tokens(args: Arguments, assumptions: list[str]) -> int:
     """Return the tokenizer's entries; each training script names one for when none is given."""
-    usual = "BertWordPieceLowerCase" if trains_bert(args) else "GPT2BPETokenizer"
+    usual = "BertWordPieceLowerCase" if trains_bert(args) or trains_t5(args) else "GPT2BPETokenizer"
     kind = args.text("tokenizer_type") or usual
     if kind.startswith("BertWordPiece"):
         return (known_vocab_size("megatron", kind) or 0) + (args.integer("vocab_extra_ids", minimum=0) or 0)

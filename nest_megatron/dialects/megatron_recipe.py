@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nest_megatron.dialects.megatron_arguments import Arguments
+from nest_megatron.dialects.megatron_t5 import trains_t5
 from nest_megatron.errors import BadInputError
 from nest_megatron.specs.job import AttentionKernel, Kernels, LossKernel, Recipe
 
@@ -182,7 +183,9 @@ def read_kernels(args: Arguments, *, assumptions: list[str]) -> Kernels:
         cuda_graphs=_cuda_graphs(args, assumptions),
         large_cublas_workspace="4096" in str(args.environment.get("CUBLAS_WORKSPACE_CONFIG", "")),
         deferred_embedding_wgrad=args.flag("defer_embedding_wgrad_compute"),
-        dataloader_mask=args.flag("create_attention_mask_in_dataloader") and not args.flag("mock_data"),
+        dataloader_mask=args.flag("create_attention_mask_in_dataloader")
+        and not args.flag("mock_data")
+        and not trains_t5(args),
         offloaded_modules=(args.texts("offload_modules") or ())
         if args.flag("fine_grained_activation_offloading")
         else (),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from nest_megatron.dialects.megatron_arguments import Arguments
+from nest_megatron.dialects.megatron_t5 import refuse_unplanned_t5, trains_t5
 from nest_megatron.errors import BadInputError, Factor
 from nest_megatron.specs.job import CONFIG_FILE
 
 #: Part of the training script's name -> the model it trains.
 _SCRIPTS: tuple[tuple[str, str], ...] = (
-    ("t5", "a T5 encoder-decoder"),
     ("vlm", "a vision-language model"),
     ("mimo", "a multimodal model"),
     ("vision", "a vision model"),
@@ -17,8 +17,6 @@ _SCRIPTS: tuple[tuple[str, str], ...] = (
 )
 #: Field that only one kind of model has -> what the model is.
 _FIELDS: tuple[tuple[str, str], ...] = (
-    ("decoder_num_layers", "a T5 encoder-decoder"),
-    ("encoder_num_layers", "a T5 encoder-decoder"),
     ("hybrid_attention_ratio", "a hybrid model given by ratios (write --hybrid-layer-pattern)"),
     ("hybrid_mlp_ratio", "a hybrid model given by ratios (write --hybrid-layer-pattern)"),
     ("model_provider", "a multimodal model"),
@@ -41,7 +39,7 @@ _TRAINING = ("train", "finetune", "sft")
 
 
 def refuse_unplanned(args: Arguments) -> None:
-    """Return when the run trains a GPT, a BERT or a hybrid model.
+    """Return when the run trains a GPT, a BERT, a T5 without pipeline or a hybrid model.
 
     Raises:
         BadInputError: it trains another model, does not train, or uses a runtime that is not planned.
@@ -61,6 +59,8 @@ def refuse_unplanned(args: Arguments) -> None:
         if args.has(name):
             raise _model_refusal(args.key(name), str(args.given[name].raw)[:60], kind)
     _refuse_spec(args)
+    if trains_t5(args):
+        refuse_unplanned_t5(args)
     if args.flag("skip_train"):
         raise BadInputError(
             "NEST-M13", "this run only evaluates; nothing is trained", factors=[args.factor("skip_train")]
@@ -89,6 +89,6 @@ def _refuse_spec(args: Arguments) -> None:
 def _model_refusal(key: str, value: str, kind: str) -> BadInputError:
     return BadInputError(
         "NEST-M13",
-        f"this run trains {kind}; only GPT, BERT and hybrid models are planned",
+        f"this run trains {kind}; only GPT, BERT, T5 and hybrid models are planned",
         factors=[Factor(key, value, CONFIG_FILE)],
     )

@@ -213,8 +213,9 @@ def capabilities(
     # A hybrid model's chunks are the segments of its pattern, which can hold any number of layers (0.17).
     segments = args.release >= _HYBRID_SEGMENTS and args.has("hybrid_layer_pattern")
     return Capabilities(
-        virtual_pipeline=segments or not hybrid,
-        context_parallel=engine,
+        virtual_pipeline=model.decoder is None and (segments or not hybrid),
+        # pretrain_t5.py does not slice its sequences over cp.
+        context_parallel=engine and model.decoder is None,
         expert_parallel=model.moe is not None,
         expert_tensor_parallel=model.moe is not None and facts.expert_tensor_parallel,
         uneven_ends=facts.uneven_ends and not segments,

@@ -250,7 +250,7 @@ class _Reader:
                 "model.num_micro_batches_with_partial_activation_checkpoints",
                 "model.activations_checkpoint_layers_per_pipeline",
             )
-            if self._view.value(key) is not None
+            if self._view.value(key)
         ]
         if partial:
             reasons["recompute"] = f"partial recomputation is set: {', '.join(partial)}"

@@ -88,7 +88,7 @@ def load_profile(name: str) -> FrameworkProfile:
     known = profile_names()
     if name not in known:
         raise BadInputError(
-            "NEST-D30",
+            "NEST-D36",
             f"there is no framework profile {name!r}",
             factors=[Factor("known", ", ".join(known), "conf/framework")],
             nearest=nearest_names(name, known),
@@ -117,4 +117,4 @@ def load_yaml(path: Path) -> Any:
     try:
         return yaml.safe_load(codec.read_text(path))
     except yaml.YAMLError as error:
-        raise BadInputError("NEST-D31", f"{path.name} is not YAML: {' '.join(str(error).split())}") from None
+        raise BadInputError("NEST-D37", f"{path.name} is not YAML: {' '.join(str(error).split())}") from None

@@ -98,8 +98,8 @@ class Block:
 
     @property
     def transient_bytes(self) -> int:
-        """Largest extra working set of the backward pass."""
-        return sum(op.transient_bytes for op in self.operators)
+        """Largest extra working set of the backward pass: one operator runs at a time."""
+        return max((op.transient_bytes for op in self.operators), default=0)
 
     def saved_without(self, modules: tuple[str, ...]) -> int:
         """Return the saved bytes when ``modules`` are recomputed."""

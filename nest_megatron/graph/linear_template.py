@@ -7,6 +7,8 @@ from nest_megatron.graph.sizes import Sizes
 
 # Backward traffic of memory-bound work relative to forward, fused and unfused (time_model.md section 2).
 BACKWARD_TRAFFIC = {True: 1.7, False: 2.0}
+# HBM bytes per element that one pass of a norm moves, fused and unfused (time_model.md section 3, fitted).
+NORM_BYTES = {True: 4, False: 50}
 
 
 def gemm(

@@ -14,6 +14,7 @@ class Sizes:
     """Sizes of one rank under one BlockChoice.
 
     Attributes:
+        sequence: tokens of one sequence that this part of the model works on.
         tokens: T = micro_batch * sequence / cp.
         tokens_sp: T / tp with sequence parallelism, else T.
         act_bytes: bytes of a stored activation element; ``low_bytes`` of one that an fp8 GEMM reads.
@@ -21,6 +22,7 @@ class Sizes:
 
     job: TrainJob
     choice: BlockChoice
+    sequence: int
     tokens: int
     tokens_sp: int
     act_bytes: int
@@ -28,11 +30,21 @@ class Sizes:
 
     @classmethod
     def of(cls, job: TrainJob, choice: BlockChoice) -> Sizes:
-        """Return the sizes of ``job`` under ``choice``."""
-        tokens = choice.micro_batch * job.sequence_length // choice.cp
+        """Return the sizes of ``job`` under ``choice``; of an encoder-decoder, those of its encoder."""
+        return cls._on(job, choice, job.sequence_length)
+
+    def on_decoder(self) -> Sizes:
+        """Return the sizes of the decoder; ``self`` where one stack of layers is all there is."""
+        decoder = self.model.decoder
+        return self if decoder is None else self._on(self.job, self.choice, decoder.sequence_length)
+
+    @classmethod
+    def _on(cls, job: TrainJob, choice: BlockChoice, sequence: int) -> Sizes:
+        tokens = choice.micro_batch * sequence // choice.cp
         return cls(
             job=job,
             choice=choice,
+            sequence=sequence,
             tokens=tokens,
             tokens_sp=tokens // choice.tp if choice.sequence_parallel else tokens,
             act_bytes=job.recipe.activation_bytes,

@@ -1,4 +1,4 @@
-"""Closed formulas for the operator graph of GPT, Llama and MoE blocks: the provider that needs no torch.
+"""Closed formulas for the operator graph of every block kind: the provider that needs no torch.
 
 Sources: saved bytes research/memory_model.md 2.3, parameters 2.1; GEMM shapes, memory-bound bytes and
 collectives research/time_model.md section 2 (collective counts traced in research/mcore_cpu.md section 4).
@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from nest_megatron.graph.attention_template import (
+    attention_operators,
+    cross_attention_operators,
+    mla_operators,
+)
 from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph, Operator
-from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, gemm, mlp_operators
+from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, NORM_BYTES, gemm, mlp_operators
 from nest_megatron.graph.mamba_template import mamba_operators
 from nest_megatron.graph.moe_template import moe_operators
 from nest_megatron.graph.sizes import Sizes
@@ -18,13 +23,7 @@ from nest_megatron.specs.layout import BlockChoice
 from nest_megatron.specs.model import BlockKind
 
 # HBM bytes per element of one pass, by fusion state (research/time_model.md section 3, fitted column).
-NORM_BYTES = {True: 4, False: 50}
 RESIDUAL_BYTES = {True: 6, False: 25}
-ROTARY_BYTES = 8
-# Bytes per attention score of unfused and fused-softmax cores, forward and backward (same table).
-SCORE_BYTES = {"unfused": (20, 30), "fused_softmax": (11, 16)}
-# Kernels that never store the scores.
-FUSED_ATTENTION = ("flash", "flash1", "cudnn")
 # Mixer -> its offload modules, and the share of saved bytes that stays (memory_model.md 2.3, inferred).
 OFFLOAD_KEPT: dict[str, tuple[tuple[str, ...], float]] = {
     "attention": (("attn_norm", "qkv_linear", "core_attn", "attn_proj"), 0.12),
@@ -41,7 +40,9 @@ def layer_graph(job: TrainJob, choice: BlockChoice) -> LayerGraph:
     """
     sizes = Sizes.of(job, choice)
     kinds: set[BlockKind] = set(job.model.layer_kinds)
-    blocks = {kind: _block(sizes, kind) for kind in sorted(kinds)}
+    blocks = {
+        kind: _block(sizes.on_decoder() if kind == "decoder" else sizes, kind) for kind in sorted(kinds)
+    }
     return LayerGraph(choice=choice, blocks=blocks, embedding=_embedding(sizes), head=_head(sizes))
 
 
@@ -49,19 +50,23 @@ def layer_graph(job: TrainJob, choice: BlockChoice) -> LayerGraph:
 _MIXERS: dict[BlockKind, tuple[str, ...]] = {
     "dense": ("attention", "mlp"),
     "moe": ("attention", "experts"),
+    "encoder": ("attention", "mlp"),
+    "decoder": ("attention", "cross_attention", "mlp"),
     "attention": ("attention",),
     "mlp": ("mlp",),
     "experts": ("experts",),
     "mamba": ("mamba",),
 }
+#: Mixer -> the name of the norm in front of it; the others' is ``input_norm``.
+_NORMS = {"mlp": "pre_mlp_norm", "experts": "pre_mlp_norm", "cross_attention": "pre_cross_norm"}
 
 
 def _block(z: Sizes, kind: BlockKind) -> Block:
     operators: list[Operator] = []
     for mixer in _MIXERS[kind]:
-        name = "input_norm" if mixer != "mlp" and mixer != "experts" else "pre_mlp_norm"
-        layer = [_norm(z, name), *_mixer_operators(z, mixer), _residual(z, f"residual_{mixer}")]
-        operators += _offloaded(z, mixer, layer)
+        inside = _mixer_operators(z, mixer, causal=kind != "encoder")
+        norm = _norm(z, _NORMS.get(mixer, "input_norm"))
+        operators += _offloaded(z, mixer, [norm, *inside, _residual(z, f"residual_{mixer}")])
     return Block(kind=kind, operators=tuple(operators), collectives=tuple(_collectives(z, _MIXERS[kind])))
 
 
@@ -73,9 +78,11 @@ def _offloaded(z: Sizes, mixer: str, operators: list[Operator]) -> list[Operator
     return [replace(op, saved_bytes=round(kept * op.saved_bytes)) for op in operators]
 
 
-def _mixer_operators(z: Sizes, mixer: str) -> list[Operator]:
+def _mixer_operators(z: Sizes, mixer: str, *, causal: bool) -> list[Operator]:
     if mixer == "attention":
-        return _mla_operators(z) if z.model.mla is not None else _attention_operators(z)
+        return mla_operators(z) if z.model.mla is not None else attention_operators(z, causal=causal)
+    if mixer == "cross_attention":
+        return cross_attention_operators(z, Sizes.of(z.job, z.choice))
     if mixer == "experts":
         return moe_operators(z)
     return mamba_operators(z) if mixer == "mamba" else _mlp_operators(z)
@@ -111,105 +118,6 @@ def _residual(z: Sizes, name: str) -> Operator:
     )
 
 
-def _attention_operators(z: Sizes) -> list[Operator]:
-    model, t = z.model, z.choice.tp
-    heads, groups = model.num_attention_heads // t, max(1, model.num_query_groups // t)
-    width = model.kv_channels
-    bias = model.linear_bias or model.qkv_bias
-    qkv_columns = (heads + 2 * groups) * width
-    operators = [gemm("qkv", z, qkv_columns, z.h, bias=bias)]
-    if model.qk_norm:
-        elements = z.tokens * (heads + groups) * width
-        operators.append(
-            Operator(
-                name="qk_norm",
-                kind="memory",
-                forward_bytes=NORM_BYTES[z.kernels.fused_norm] * elements,
-                backward_bytes=round(BACKWARD_TRAFFIC[True] * NORM_BYTES[z.kernels.fused_norm] * elements),
-                saved_bytes=z.act_bytes * elements,
-                parameters=2 * width,
-            )
-        )
-    if not model.learned_positions:
-        traffic = ROTARY_BYTES * z.tokens * heads * width
-        operators.append(
-            Operator(
-                name="rotary",
-                kind="memory",
-                forward_bytes=traffic,
-                backward_bytes=round(BACKWARD_TRAFFIC[True] * traffic),
-                saved_bytes=z.facts.rotary_saved_bytes * z.tokens * z.h // t,
-            )
-        )
-    operators.append(_attention_core(z, heads, width, width, saved_qkv=z.act_bytes * z.tokens * qkv_columns))
-    operators.append(gemm("attention_output", z, z.h, heads * width, bias=model.linear_bias))
-    return operators
-
-
-def _attention_core(z: Sizes, heads: int, qk_width: int, v_width: int, *, saved_qkv: int) -> Operator:
-    """Return softmax(QK)V: causal FLOP of one rank, and what its kernel saves (memory_model.md 2.3)."""
-    b, s, c = z.choice.micro_batch, z.job.sequence_length, z.choice.cp
-    flops = 2 * b * (s // c) * s * heads * (qk_width + v_width) // 2
-    kernel = z.kernels.attention
-    scores = b * heads * (s // c) * s
-    forward_score, backward_score = SCORE_BYTES.get(kernel, (0, 0))
-    output = (z.act_bytes if z.low_bytes == z.act_bytes else z.act_bytes + 1) * z.tokens * heads * v_width
-    transient = 0
-    if kernel in FUSED_ATTENTION:
-        # flash-attn lays the output out anew unless the batch is one (memory_model.md 2.3); cuDNN does not.
-        copies = kernel != "cudnn" and b > 1
-        core_saved = 4 * z.tokens * heads + (z.act_bytes * z.tokens * heads * v_width if copies else 0)
-        transient = 8 * z.tokens * heads * v_width if kernel == "flash1" else 0
-    else:
-        per_score = z.facts.score_saved_bytes or (5 if z.model.attention_dropout > 0 else 2)
-        core_saved = 0 if z.drops("core_attn") else per_score * scores * z.act_bytes // 2
-        transient = z.facts.score_transient_bytes * scores
-    return Operator(
-        name="attention_core",
-        kind="attention",
-        m=s // c,
-        n=s,
-        k=qk_width,
-        batch=b * heads,
-        forward_flops=flops,
-        backward_flops=5 * flops // 2,
-        forward_bytes=forward_score * scores,
-        backward_bytes=backward_score * scores,
-        saved_bytes=saved_qkv + output + core_saved,
-        transient_bytes=transient,
-        module="",
-    )
-
-
-def _mla_operators(z: Sizes) -> list[Operator]:
-    """Return multi-head latent attention; down-projections are replicated over tp (memory_model.md 2.1)."""
-    model, mla, t = z.model, z.model.mla, z.choice.tp
-    assert mla is not None
-    heads = model.num_attention_heads // t
-    qk = mla.qk_head_dim + mla.qk_rope_head_dim
-    latent = 2 * mla.kv_lora_rank + mla.qk_rope_head_dim + 2 * mla.q_lora_rank
-    up_saved = z.act_bytes * z.tokens * heads * (2 * qk + mla.qk_head_dim + mla.v_head_dim)
-    operators = [
-        gemm(
-            "kv_down",
-            z,
-            mla.kv_lora_rank + mla.qk_rope_head_dim,
-            z.h,
-            saved=z.act_bytes * z.tokens_sp * latent,
-        ),
-        gemm("kv_up", z, heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank),
-    ]
-    if mla.q_lora_rank:
-        operators.append(gemm("q_down", z, mla.q_lora_rank, z.h))
-        operators.append(gemm("q_up", z, heads * qk, mla.q_lora_rank))
-    else:
-        operators.append(gemm("q_proj", z, heads * qk, z.h))
-    saved = 0 if z.drops("mla_up_proj") else up_saved
-    operators.append(_attention_core(z, heads, qk, mla.v_head_dim, saved_qkv=saved))
-    operators.append(gemm("attention_output", z, z.h, heads * mla.v_head_dim, bias=model.linear_bias))
-    return operators
-
-
 def _mlp_operators(z: Sizes) -> list[Operator]:
     return mlp_operators(z, "mlp", z.model.ffn_hidden_size // z.choice.tp, module="mlp")
 
@@ -237,6 +145,8 @@ def _collectives(z: Sizes, mixers: tuple[str, ...]) -> list[Collective]:
         )
     elif choice.tp > 1 and pairs:
         found.append(Collective(axis="tp", op="all_reduce", num_bytes=full, forward=pairs, backward=pairs))
+    if choice.tp > 1 and "cross_attention" in mixers:
+        found.extend(_encoder_output(Sizes.of(z.job, z.choice)))
     if choice.cp > 1 and "attention" in mixers:
         width = z.model.kv_channels * max(1, z.model.num_query_groups // choice.tp)
         step_bytes = 2 * z.act_bytes * z.tokens * width
@@ -248,6 +158,17 @@ def _collectives(z: Sizes, mixers: tuple[str, ...]) -> list[Collective]:
     if "experts" in mixers:
         found.extend(_dispatch(z))
     return found
+
+
+def _encoder_output(encoder: Sizes) -> list[Collective]:
+    """Return what the keys and values of cross attention add: the column-parallel half of a pair."""
+    full = encoder.act_bytes * encoder.tokens * encoder.h
+    if not encoder.choice.sequence_parallel:
+        return [Collective(axis="tp", op="all_reduce", num_bytes=full, forward=0, backward=1)]
+    return [
+        Collective(axis="tp", op="all_gather", num_bytes=full, forward=1, backward=1, backward_hidden=1),
+        Collective(axis="tp", op="reduce_scatter", num_bytes=full, forward=0, backward=1),
+    ]
 
 
 def _dispatch(z: Sizes) -> list[Collective]:
@@ -264,41 +185,59 @@ def _dispatch(z: Sizes) -> list[Collective]:
 
 
 def _embedding(z: Sizes) -> Block:
+    """Return the embedding; an encoder-decoder looks both of its sequences up in the same tables."""
     model = z.model
     vocab = model.padded_vocab_size(z.choice.tp) // z.choice.tp
     positions = model.max_position_embeddings * z.h if model.learned_positions else 0
-    traffic = 4 * z.tokens * z.h
-    operator = Operator(
-        name="embedding",
-        kind="memory",
-        forward_bytes=traffic,
-        backward_bytes=2 * traffic,
-        parameters=vocab * z.h + positions + (2 * z.h if model.pooler_head else 0),
-        saved_bytes=z.tokens_sp * z.h if model.hidden_dropout > 0 else 0,
-    )
-    return Block(kind="embedding", operators=(operator,), collectives=_edge_collectives(z))
+    parameters = vocab * z.h + positions + (2 * z.h if model.pooler_head else 0)
+    operators: list[Operator] = []
+    collectives: list[Collective] = []
+    for name, part in _stacks(z, "embedding"):
+        traffic = 4 * part.tokens * z.h
+        operators.append(
+            Operator(
+                name=name,
+                kind="memory",
+                forward_bytes=traffic,
+                backward_bytes=2 * traffic,
+                parameters=0 if operators else parameters,
+                saved_bytes=part.tokens_sp * z.h if model.hidden_dropout > 0 else 0,
+            )
+        )
+        collectives += _edge_collectives(part)
+    return Block(kind="embedding", operators=tuple(operators), collectives=tuple(collectives))
+
+
+def _stacks(z: Sizes, name: str) -> list[tuple[str, Sizes]]:
+    """Return (name, sizes) of each stack of layers, that of the loss first."""
+    decoder = z.on_decoder()
+    return [(name, decoder)] if decoder is z else [(name, decoder), (f"encoder_{name}", z)]
 
 
 def _head(z: Sizes) -> Block:
-    model = z.model
+    """Return final norms, output layer and loss; of an encoder-decoder, on the decoder's tokens."""
+    model, last = z.model, z.on_decoder()
     vocab = model.padded_vocab_size(z.choice.tp) // z.choice.tp
-    local_logits = z.tokens * vocab
+    local_logits = last.tokens * vocab
     pooler = 2 * z.h * z.h + 6 * z.h if model.pooler_head else 0
+    # T5LMHead gives the logits a bias where the output layer shares the embedding (t5_model.py).
+    bias = vocab if model.decoder is not None and model.tied_embeddings else 0
     traffic = LOSS_TRAFFIC_BYTES[z.kernels.loss] * local_logits
     operators = (
-        _norm(z, "final_norm"),
+        *(_norm(part, name) for name, part in _stacks(z, "final_norm")),
         Operator(name="pooler", kind="memory", parameters=pooler),
-        gemm("output_layer", z, vocab, z.h),
+        gemm("output_layer", last, vocab, z.h),
         Operator(
             name="loss",
             kind="memory",
             forward_bytes=traffic // 2,
             backward_bytes=traffic // 2,
-            m=z.tokens,
+            m=last.tokens,
             n=vocab,
+            parameters=bias,
         ),
     )
-    return Block(kind="head", operators=operators, collectives=_edge_collectives(z))
+    return Block(kind="head", operators=operators, collectives=_edge_collectives(last))
 
 
 def _edge_collectives(z: Sizes) -> tuple[Collective, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -29,6 +30,17 @@ class CallbackSettings(PlanSettings):
 
     mode: Literal["auto", "check"] = "auto"
     timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        """Refuse a wait that would never end, besides what the planner's part refuses.
+
+        Raises:
+            BadInputError: a time-out that is not finite or is negative.
+        """
+        PlanSettings.__post_init__(self)
+        if not math.isfinite(self.timeout_s) or self.timeout_s < 0:
+            factors = [Factor("timeout_s", self.timeout_s)]
+            raise BadInputError("NEST-I17", "timeout_s is not a number of seconds", factors=factors)
 
     def planner(self) -> PlanSettings:
         """Return the planner's part, which decides the plan and enters its fingerprint."""
@@ -62,6 +74,13 @@ def take_settings(given: Mapping[str, Any], config: DictConfig) -> CallbackSetti
     return codec.from_plain(CallbackSettings, plain, source="+nest")
 
 
+def task_overrides(config: DictConfig) -> list[str]:
+    """Return the override strings of the task as they were typed: iterating them would resolve ``${...}``."""
+    texts = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
+    assert isinstance(texts, list)
+    return [str(text) for text in texts]
+
+
 def is_setting(override: str) -> bool:
     """Return whether an override string speaks to NEST and not to the task."""
     key = OverridesParser.create().parse_override(override).key_or_group
@@ -89,7 +108,7 @@ def _take_node(config: DictConfig) -> dict[str, Any]:
     if NODE not in config:
         return {}
     node = config[NODE]
-    keys = {key for text in config.hydra.overrides.task if (key := _setting_key(text))}
+    keys = {key for text in task_overrides(config) if (key := _setting_key(text))}
     if not isinstance(node, DictConfig) or not set(map(str, node)) <= keys:
         raise BadInputError(
             "NEST-L08",

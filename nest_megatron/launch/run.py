@@ -21,7 +21,12 @@ from rich.console import Console
 
 from nest_megatron.errors import BadInputError, Factor
 from nest_megatron.launch import planfile
-from nest_megatron.launch.callback_settings import CallbackSettings, is_setting, take_settings
+from nest_megatron.launch.callback_settings import (
+    CallbackSettings,
+    is_setting,
+    take_settings,
+    task_overrides,
+)
 from nest_megatron.launch.faults import say
 from nest_megatron.launch.fingerprint import Fingerprint, fingerprint_of
 from nest_megatron.launch.processes import process_rank
@@ -63,7 +68,7 @@ class Run:
             BadInputError: settings that do not exist, or a rank that is no number.
         """
         settings = take_settings(given, config)
-        overrides = [text for text in config.hydra.overrides.task if not is_setting(text)]
+        overrides = [text for text in task_overrides(config) if not is_setting(text)]
         task = copy.deepcopy(config)
         with read_write(task), open_dict(task):
             del task["hydra"]

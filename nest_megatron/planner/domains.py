@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from nest_megatron.graph.templates import FUSED_ATTENTION
+from nest_megatron.graph.attention_template import FUSED_ATTENTION
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Overlap, Recompute
 
@@ -64,7 +64,12 @@ class Domains:
         return self._cut("cp", divisors(self.job.num_gpus // tp) if self.job.num_gpus % tp == 0 else (1,))
 
     def pp(self, tp: int, cp: int) -> tuple[int, ...]:
-        """Divisors of the world left over by tp and cp, at most one stage per layer."""
+        """Divisors of the world left over by tp and cp, at most one stage per layer; 1 for encoder-decoders.
+
+        Source: Megatron-LM's pretrain_t5.py refuses a pipeline.
+        """
+        if self.job.model.decoder is not None:
+            return self._cut("pp", (1,))
         inner = tp * cp
         left = self.job.num_gpus // inner if self.job.num_gpus % inner == 0 else 1
         return self._cut("pp", (d for d in divisors(left) if d <= self.job.model.num_layers))

@@ -131,14 +131,9 @@ def data_parallel(job: TrainJob, layout: Layout) -> int:
     return 0 if job.num_gpus % model else job.num_gpus // model
 
 
-def expert_tensor(job: TrainJob, layout: Layout) -> int:
-    """Return the expert tensor parallel size the framework uses: without experts it follows tp."""
-    return layout.tp if job.model.moe is None else layout.etp
-
-
 def expert_data_parallel(job: TrainJob, layout: Layout) -> int:
-    """Return edp = world / (etp * ep * pp), 0 when the world does not divide."""
-    experts = expert_tensor(job, layout) * layout.ep * layout.pp
+    """Return edp = world / (etp * ep * pp), 0 when the world does not divide; models without experts too."""
+    experts = layout.etp * layout.ep * layout.pp
     return 0 if job.num_gpus % experts else job.num_gpus // experts
 
 

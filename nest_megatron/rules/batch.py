@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from nest_megatron.errors import Factor
-from nest_megatron.rules.base import Broken, asked, data_parallel, derived, given, rule
-from nest_megatron.rules.versions import VersionFacts
+from nest_megatron.rules.base import Broken, asked, data_parallel, derived, given, rule, version
+from nest_megatron.rules.versions import VersionFacts, first_release
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Layout
 
@@ -78,35 +78,53 @@ def evaluation_batch(job: TrainJob, layout: Layout, facts: VersionFacts) -> Brok
     source="megatron/core/pipeline_parallel/schedules.py: forward_backward_pipelining_with_interleaving",
 )
 def interleaved_groups(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken | None:
-    """With interleaving, the number of micro-batches is a multiple of pp at every batch size.
+    """With interleaving, the micro-batches of every batch size form groups of the layout's size.
 
-    Releases from 0.10 on allow other group sizes, but only through ``microbatch_group_size_per_vp_stage``,
-    which a layout does not set; its default is pp, and a remainder below pp is refused.
+    The size is ``microbatch_group_size_per_vp_stage``, pp unless the configuration sets it (from 0.10 on): at
+    least pp, at most all micro-batches, and a last group that is smaller still has pp of them.
     """
     if layout.vpp == 1:
         return None
     step = layout.micro_batch * data_parallel(job, layout)
     if not step:
         return None
-    group = step * layout.pp
+    group = layout.interleaving_group
+    if group != layout.pp and not facts.interleaving_groups:
+        return Broken(
+            f"groups of {group} micro-batches need megatron-core {first_release('interleaving_groups')}",
+            (derived("micro_batch_group", group), version(facts), *asked(job, layout, "pp", "vpp")),
+        )
     evaluation = job.evaluation_batch
-    if job.global_batch % group and job.global_batch % step == 0:
+    if _ungroupable(layout, job.global_batch, step):
         return _ungrouped(job, layout, "global_batch", job.global_batch, step)
-    if evaluation is not None and evaluation % group and evaluation % step == 0:
+    if evaluation is not None and _ungroupable(layout, evaluation, step):
         return _ungrouped(job, layout, "evaluation_batch", evaluation, step)
     for size in job.rampup_batches:
-        if size % group and size % step == 0:
+        if _ungroupable(layout, size, step):
             return _ungrouped(job, layout, "rampup_batches", size, step)
     return None
 
 
+def _ungroupable(layout: Layout, size: int, step: int) -> bool:
+    """Return whether the schedule refuses a batch; one that is no multiple of ``step`` breaks other rules."""
+    count, rest = divmod(size, step)
+    if rest:
+        return False
+    group, pp = layout.interleaving_group, layout.pp
+    return not pp <= group <= count or 0 < count % group < pp
+
+
 def _ungrouped(job: TrainJob, layout: Layout, name: str, size: int, step: int) -> Broken:
+    group, pp = layout.interleaving_group, layout.pp
+    needs = f"a multiple of pp = {pp} micro-batches"
+    if group != pp:
+        needs = f"groups of {group} micro-batches, at least pp = {pp}, and none left over or at least {pp}"
     return Broken(
-        f"interleaving (vpp = {layout.vpp}) needs a multiple of pp = {layout.pp} micro-batches, "
-        f"a batch of {size} gives {size // step}",
+        f"interleaving (vpp = {layout.vpp}) needs {needs}, a batch of {size} gives {size // step}",
         (
             given(job, name, size),
             derived("num_micro_batches", size // step),
+            derived("micro_batch_group", group),
             derived("dp", data_parallel(job, layout)),
             *asked(job, layout, "micro_batch", "pp", "vpp", "tp", "cp"),
         ),

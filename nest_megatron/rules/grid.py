@@ -8,7 +8,6 @@ from nest_megatron.rules.base import (
     data_parallel,
     derived,
     expert_data_parallel,
-    expert_tensor,
     given,
     rule,
     version,
@@ -53,11 +52,11 @@ def world(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken | None:
     )
 
 
-@rule("NEST-RG03", "etp", "ep", "pp", source=_PARALLEL_STATE)
+@rule("NEST-RG03", "tp", "etp", "ep", "pp", source=_PARALLEL_STATE)
 def expert_world(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken | None:
-    """With experts, the world is a multiple of etp * ep * pp; tp and cp do not count."""
-    if job.model.moe is None:
-        return None
+    """The world is a multiple of etp * ep * pp, even without experts; tp and cp do not count."""
+    if job.model.moe is None and layout.etp == layout.tp:
+        return None  # what `world` says
     experts = layout.etp * layout.ep * layout.pp
     if job.num_gpus % experts == 0:
         return None
@@ -126,7 +125,7 @@ def order_offered(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken 
 
 @rule("NEST-RG08", "tp", "cp", "pp", "ep", "etp", "order", source=_PARALLEL_STATE)
 def order_of_two_grids(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken | None:
-    """With pp > 1, an order that does not end in pp needs edp = dp; without experts that means cp = 1."""
+    """With pp > 1, an order that does not end in pp needs edp = dp, even without experts."""
     if layout.order == DEFAULT_ORDER or layout.pp == 1:
         return None
     dp = data_parallel(job, layout)
@@ -138,8 +137,7 @@ def order_of_two_grids(job: TrainJob, layout: Layout, facts: VersionFacts) -> Br
         (
             derived("dp", dp),
             derived("edp", edp),
-            derived("effective etp", expert_tensor(job, layout)),
-            *asked(job, layout, "tp", "cp", "pp", "ep", "order"),
+            *asked(job, layout, "tp", "cp", "pp", "ep", "etp", "order"),
         ),
     )
 

@@ -86,7 +86,8 @@ def _changed(job: TrainJob, layout: Layout, axis: str, value: Any) -> tuple[str,
     companions = ""
     if axis == "sharding":
         changes = {"sharding": value[0], "num_optimizer_instances": value[1]}
-    if axis == "tp" and layout.etp == layout.tp and not job.capabilities.expert_tensor_parallel:
+    tied = job.model.moe is None or not job.capabilities.expert_tensor_parallel
+    if axis == "tp" and layout.etp == layout.tp and tied:
         changes["etp"] = value
         companions += f" etp={value}" if job.model.moe else ""
     if axis == "tp" and value == 1 and layout.sequence_parallel:

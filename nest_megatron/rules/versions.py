@@ -26,6 +26,7 @@ _SINCE: dict[str, tuple[_Release, str]] = {
     "expert_folding": ((0, 10), "core/parallel_state.py: expert_decoder_rank_generator"),
     "expert_tensor_parallel": ((0, 10), "core/model_parallel_config.py: expert_tensor_parallel_size"),
     "optimizer_instances": ((0, 10), "core/parallel_state.py: num_distributed_optimizer_instances"),
+    "interleaving_groups": ((0, 10), "core/model_parallel_config.py: microbatch_group_size_per_vp_stage"),
     "account_embedding_and_loss": ((0, 11), "core/transformer/transformer_config.py: account_for_*"),
     "pp_order_names_all_axes": ((0, 11), "training/initialize.py: 'tp-cp-ep-pp-dp', before 'tp-pp-dp'"),
     "gradient_sharding": ((0, 12), "core/distributed: use_custom_fsdp, from 0.14 use_megatron_fsdp"),
@@ -53,6 +54,7 @@ class VersionFacts:
         two_stage_interleaving: interleaving on two pipeline stages is possible (with p2p overlap).
         expert_with_context: ep > 1 and cp > 1 combine.
         expert_folding: the expert grid is etp x ep x edp x pp over the world; before, ep divides dp.
+        interleaving_groups: micro-batches per chunk can be grouped by another number than pp.
         pp_order_names_all_axes: the pp-before-dp order knows cp and ep.
         gradient_sharding: gradients and parameters can be sharded over data parallel ranks (ZeRO-2, ZeRO-3).
         moe_bias_needs_etp_one: biases in experts need etp = 1.
@@ -68,6 +70,7 @@ class VersionFacts:
     expert_folding: bool
     expert_tensor_parallel: bool
     optimizer_instances: bool
+    interleaving_groups: bool
     account_embedding_and_loss: bool
     pp_order_names_all_axes: bool
     gradient_sharding: bool

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-#: ``dense`` and ``moe`` are whole transformer layers; the others the single-mixer layers of hybrid models.
-BlockKind = Literal["dense", "moe", "attention", "mlp", "experts", "mamba"]
+#: ``dense`` and ``moe`` are whole layers of a decoder-only model, ``encoder`` and ``decoder`` those of an
+#: encoder-decoder; the others are the single-mixer layers of hybrid models.
+BlockKind = Literal["dense", "moe", "encoder", "decoder", "attention", "mlp", "experts", "mamba"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +57,24 @@ class MambaSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """Shapes of a transformer trained with one stack of layers.
+class DecoderSpec:
+    """Decoder of an encoder-decoder model (T5): its share of the layers, and its own sequence.
 
     Args:
+        num_layers: the last so many of the model's layers are decoder layers, the others encoder layers.
+        sequence_length: tokens of one decoder sequence; the job's sequence is the encoder's.
+    """
+
+    num_layers: int
+    sequence_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Shapes of a transformer.
+
+    Args:
+        num_layers: all layers; of an encoder-decoder, those of both stacks.
         num_query_groups: KV heads; equal to ``num_attention_heads`` without GQA.
         kv_channels: width of one head.
         gated_mlp: SwiGLU / GEGLU style, two up projections.
@@ -72,6 +87,7 @@ class ModelSpec:
         squared_relu_copy: the MLP activation saves its input a second time.
         pooler_head: the replicated binary head and token types of BERT.
         hybrid_layers: the kind of every layer of a hybrid model, empty otherwise.
+        decoder: the second stack of an encoder-decoder model.
     """
 
     name: str
@@ -100,12 +116,14 @@ class ModelSpec:
     squared_relu_copy: bool = False
     pooler_head: bool = False
     hybrid_layers: tuple[BlockKind, ...] = ()
+    decoder: DecoderSpec | None = None
 
     def __post_init__(self) -> None:
         """Reject shapes that no framework can build.
 
         Raises:
-            ValueError: a size is not positive, or the MoE pattern has not one entry per layer.
+            ValueError: a size is not positive, the MoE pattern has not one entry per layer, or a decoder
+                leaves no encoder.
         """
         for name in (
             "num_layers",
@@ -123,12 +141,20 @@ class ModelSpec:
             raise ValueError(
                 f"moe.layer_pattern has {len(self.moe.layer_pattern)} entries for {self.num_layers} layers"
             )
+        decoder = self.decoder
+        if decoder is not None and not (
+            0 < decoder.num_layers < self.num_layers and decoder.sequence_length > 0
+        ):
+            raise ValueError(f"{decoder} leaves no encoder or no decoder among {self.num_layers} layers")
 
     @property
     def layer_kinds(self) -> tuple[BlockKind, ...]:
         """Block kind of each layer, in model order."""
         if self.hybrid_layers:
             return self.hybrid_layers
+        if self.decoder is not None:
+            encoder, decoder = self.num_layers - self.decoder.num_layers, self.decoder.num_layers
+            return *("encoder" for _ in range(encoder)), *("decoder" for _ in range(decoder))
         kinds: tuple[BlockKind, BlockKind] = ("dense", "moe")
         pattern = (0,) * self.num_layers if self.moe is None else self.moe.layer_pattern
         return tuple(kinds[bool(flag)] for flag in pattern)

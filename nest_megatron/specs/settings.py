@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
+
+from nest_megatron.errors import BadInputError, Factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,3 +35,16 @@ class PlanSettings:
     reserved_gib: float = 0.0
     num_gpus: int | None = None
     calibration: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are none.
+
+        Raises:
+            BadInputError: a size that is negative or not finite, or no GPU at all.
+        """
+        if not math.isfinite(self.reserved_gib) or self.reserved_gib < 0:
+            factors = [Factor("reserved_gib", self.reserved_gib)]
+            raise BadInputError("NEST-I17", "reserved_gib is not a size in GiB", factors=factors)
+        if self.num_gpus is not None and self.num_gpus < 1:
+            factors = [Factor("num_gpus", self.num_gpus)]
+            raise BadInputError("NEST-I17", "num_gpus is not a positive number", factors=factors)

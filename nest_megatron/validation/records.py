@@ -237,12 +237,10 @@ def _expert_tensor_parallel(
 
 
 def even_split(num_layers: int, chunks: int) -> tuple[int, ...]:
-    """Return layer counts per chunk as even as possible; the first and last give way."""
+    """Return layer counts per chunk as even as possible; the embedding lightens the first."""
     base, rest = divmod(num_layers, chunks)
     sizes = [base] * chunks
-    # Extra layers go to the middle: ends also carry embedding and head.
-    order = sorted(range(chunks), key=lambda j: (j in (0, chunks - 1), j))
-    for j in order[:rest]:
+    for j in range(chunks - rest, chunks):
         sizes[j] += 1
     return tuple(sizes)
 

@@ -103,6 +103,14 @@ def test_interpolations_follow_the_edits(app: App, shared: Path) -> None:
     assert ended.received["resolved"] == {PARALLEL_SIZE: 16}
 
 
+def test_override_may_refer_to_what_only_the_task_knows(app: App) -> None:
+    """An override that interpolates Hydra's output folder is planned around and reaches the task as typed."""
+    ended = app.run(*LLAMA, "+nest=auto", "+nest.pin.tp=4", "+results=${hydra:runtime.output_dir}/x")
+    assert_applied(ended, plan_of(ended))
+    assert ended.received is not None
+    assert ended.received["config"]["results"] == "${hydra:runtime.output_dir}/x"
+
+
 def test_structured_root_is_planned(app: App) -> None:
     """An app with a dataclass as root configuration is planned like any other, settings in both spellings."""
     app.name = "schema_app.py"
