@@ -11,6 +11,7 @@ from typing import Any
 
 from nest_megatron.specs.job import Capabilities, Kernels, TrainJob
 from nest_megatron.specs.layout import Layout, Overlap, Recompute
+from nest_megatron.specs.model import DecoderSpec
 from tests.builders import EVERYTHING, deepseek_v2, gpt175b, llama8b, make_job, make_layout, mixtral
 
 NO_STRING = replace(EVERYTHING, layout_string=False)
@@ -189,6 +190,13 @@ LAYERS = (
         {"capabilities": NO_STRING},
         {"pp": 4, "num_layers_per_chunk": (9, 7, 8, 8)},
         {"num_layers_per_chunk": (9, 8, 8, 7)},
+    ),
+    Case(
+        "layers.encoder_decoder",
+        "Megatron-LM's pretrain_t5.py: Pipeline parallelism is not supported for T5",
+        {"model": llama8b(decoder=DecoderSpec(num_layers=16, sequence_length=512))},
+        {"pp": 2},
+        {"pp": 1, "num_layers_per_chunk": (32,)},
     ),
 )
 

@@ -26,6 +26,7 @@ ORACLE_CANNOT_SEE: dict[str, str] = {
     "batch.same_global_batch": "the global batch is an argument, there is nothing to compare it with",
     "batch.interleaved_groups": "checked by the interleaved schedule in the first training step",
     "layers.two_stage_interleaving": "checked by megatron.training's arguments only; trains silently wrong",
+    "layers.encoder_decoder": "pretrain_t5.py refuses it before it builds the model",
     "layers.no_empty_chunk": "accepted where embedding and loss count as layers; here the string only",
     "attention.widths": "checked when the linear layers are built",
     "attention.sequence_over_context": "TransformerConfig does not know the sequence length",

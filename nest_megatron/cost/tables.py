@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -96,27 +97,29 @@ class CostModel:
 
     def tables(self, layouts: Sequence[Layout]) -> CostTables:
         """Return the solver's arrays for ``layouts``; their splits and vpp do not matter here."""
-        rows = np.array([self.row(layout) for layout in layouts], dtype=np.int64)
-        memory = columns([row.memory for row in self._built])
-        nodes = self._node_columns(layouts, rows)
-        terms = memory_terms(memory, nodes, self.job, self.cluster.accelerator)
         times = np.zeros((len(layouts), NUM_COLUMNS))
         for i, layout in enumerate(layouts):
-            self._fill_times(times[i], layout, self._built[rows[i]])
-        return CostTables(
-            node_times=times,
-            node_params=self._node_params(memory, nodes),
-            node_memory=phase_coefficients(terms, len(self.job.model.kinds)),
-            terms=terms,
-        )
+            self._fill_times(times[i], layout, self._built[self.row(layout)])
+        return CostTables(node_times=times, **self.memory(layouts))
 
-    def _node_columns(self, layouts: Sequence[Layout], rows: Int64) -> NodeColumns:
+    def memory(self, layouts: Sequence[Layout]) -> dict[str, Any]:
+        """Return the fields of ``tables`` that hold bytes and parameters."""
+        nodes = self._node_columns(layouts)
+        memory = columns([row.memory for row in self._built])
+        terms = memory_terms(memory, nodes, self.job, self.cluster.accelerator)
+        return {
+            "node_params": self._node_params(memory, nodes),
+            "node_memory": phase_coefficients(terms, len(self.job.model.kinds)),
+            "terms": terms,
+        }
+
+    def _node_columns(self, layouts: Sequence[Layout]) -> NodeColumns:
         def column(values: Sequence[int]) -> Int64:
             return np.array(values, dtype=np.int64)
 
         instances = [layout.num_optimizer_instances for layout in layouts]
         return NodeColumns(
-            row=rows,
+            row=column([self.row(layout) for layout in layouts]),
             pp=column([layout.pp for layout in layouts]),
             shard=column([max(1, x.dp * x.cp // n) for x, n in zip(layouts, instances, strict=True)]),
             expert_shard=column([max(1, x.edp // n) for x, n in zip(layouts, instances, strict=True)]),

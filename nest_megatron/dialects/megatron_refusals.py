@@ -39,7 +39,7 @@ _TRAINING = ("train", "finetune", "sft")
 
 
 def refuse_unplanned(args: Arguments) -> None:
-    """Return when the run trains a GPT, a BERT, a T5 without pipeline or a hybrid model.
+    """Return when the run trains a GPT, a BERT, a T5 or a hybrid model.
 
     Raises:
         BadInputError: it trains another model, does not train, or uses a runtime that is not planned.

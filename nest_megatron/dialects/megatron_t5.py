@@ -9,11 +9,10 @@ from nest_megatron.dialects.megatron_arguments import Arguments
 from nest_megatron.errors import BadInputError
 from nest_megatron.specs.model import DecoderSpec
 
-#: Field above its neutral value -> what an encoder-decoder with it would be.
-_DEGREES: tuple[tuple[str, int, str], ...] = (
-    ("pipeline_model_parallel_size", 1, "a pipeline of T5 stages"),
-    ("num_experts", 0, "T5 with experts"),
-    ("mtp_num_layers", 0, "T5 with multi-token prediction"),
+#: Number above 0 -> what an encoder-decoder with it would be.
+_COUNTS: tuple[tuple[str, str], ...] = (
+    ("num_experts", "T5 with experts"),
+    ("mtp_num_layers", "T5 with multi-token prediction"),
 )
 _SWITCHES: tuple[tuple[str, str], ...] = (
     ("multi_latent_attention", "T5 with latent attention"),
@@ -30,10 +29,10 @@ def refuse_unplanned_t5(args: Arguments) -> None:
     """Return when the encoder-decoder is one that is planned.
 
     Raises:
-        BadInputError: it has pipeline stages, experts, query groups, or positions that are not priced.
+        BadInputError: it has experts, query groups, or positions that are not priced.
     """
-    for name, neutral, what in _DEGREES:
-        if (args.integer(name, minimum=0) or 0) > neutral:
+    for name, what in _COUNTS:
+        if args.integer(name, minimum=0):
             raise _refusal(args, name, what)
     for name, what in _SWITCHES:
         if args.flag(name):

@@ -11,7 +11,7 @@ from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, NORM_BYTES, ge
 from nest_megatron.graph.sizes import Sizes
 
 ROTARY_BYTES = 8
-# Bytes per attention score of unfused and fused-softmax cores, forward and backward (time_model.md section 3).
+# Bytes per attention score of unfused and fused-softmax cores, forward and backward (time_model.md, 3).
 SCORE_BYTES = {"unfused": (20, 30), "fused_softmax": (11, 16)}
 # Kernels that never store the scores.
 FUSED_ATTENTION = ("flash", "flash1", "cudnn")
@@ -61,7 +61,7 @@ def cross_attention_operators(z: Sizes, encoder: Sizes) -> list[Operator]:
     query groups and no causal mask.
     """
     heads, width = z.model.num_attention_heads // z.choice.tp, z.model.kv_channels
-    columns, bias = heads * width, z.model.linear_bias or z.model.qkv_bias
+    columns, bias = heads * width, z.model.linear_bias
     saved = z.act_bytes * columns * (z.tokens + 2 * encoder.tokens)
     core = _attention_core(
         z, heads, width, width, saved_qkv=saved, keys=encoder.sequence, causal=False, name="cross_core"
@@ -70,7 +70,7 @@ def cross_attention_operators(z: Sizes, encoder: Sizes) -> list[Operator]:
         gemm("cross_query", z, columns, z.h, bias=bias),
         gemm("cross_key_value", encoder, 2 * columns, z.h, bias=bias),
         core,
-        gemm("cross_output", z, z.h, columns, bias=z.model.linear_bias),
+        gemm("cross_output", z, z.h, columns, bias=bias),
     ]
 
 

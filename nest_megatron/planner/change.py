@@ -14,7 +14,7 @@ from typing import Any
 from nest_megatron.errors import BadInputError, Factor, nearest_names
 from nest_megatron.planner.domains import Domains
 from nest_megatron.rules import RULES, facts_for, first_code
-from nest_megatron.rules.base import FIELDS, data_parallel, expert_data_parallel
+from nest_megatron.rules.base import FIELDS, common_sequence, data_parallel, expert_data_parallel
 from nest_megatron.rules.layers import split_form
 from nest_megatron.rules.nearest import layer_shapes, shape_text
 from nest_megatron.specs.job import TrainJob
@@ -104,7 +104,7 @@ def _sequence_parallel(job: TrainJob, old: Layout, new: Layout) -> bool:
         return False
     if old.tp > 1:
         return old.sequence_parallel
-    return job.sequence_length % (new.cp * new.tp) == 0
+    return common_sequence(job) % (new.cp * new.tp) == 0
 
 
 def _dealt(job: TrainJob, new: Layout) -> tuple[int, ...]:

@@ -111,15 +111,15 @@ def search(job: TrainJob, cluster: Cluster, *, force: bool = False) -> SearchRes
 def _solve(job: TrainJob, cluster: Cluster, space: Space) -> _Searched:
     tables = CostModel(job, cluster).tables(space.nodes)
     limits = memory_limits(job, cluster.accelerator.visible_bytes)
-    automatic = _problem(job, tables, space)
+    automatic = candidate_problem(job, tables, space)
     space = space.with_blocks(*(smallest_block(automatic, limit) for limit in limits))
-    problem = _problem(job, tables, space)
+    problem = candidate_problem(job, tables, space)
     bound_s, extra_s, peak, _, _ = bounds(problem)
     fits_below, runs_below = limits
     return _Searched(space, problem, bound_s, extra_s, peak, peak <= runs_below, peak <= fits_below)
 
 
-def _problem(job: TrainJob, tables: CostTables, space: Space) -> Problem:
+def candidate_problem(job: TrainJob, tables: CostTables, space: Space) -> Problem:
     """Return the solver's problem over every candidate of ``space``."""
     return Problem(
         prefix=kind_prefix(job),

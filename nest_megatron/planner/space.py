@@ -117,6 +117,7 @@ class _Draft:
     """A mutable stand-in for Layout while axes are being bound; rules only read attributes."""
 
     __slots__ = tuple(field.name for field in dataclasses.fields(Layout))
+    interleaving_group = Layout.interleaving_group  # derived there from fields that are here too
 
     def __init__(self, layout: Layout) -> None:
         for name in self.__slots__:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nest_megatron.rules.base import Broken, asked, given, rule, version
+from nest_megatron.rules.base import Broken, asked, common_sequence, given, rule, version
 from nest_megatron.rules.versions import VersionFacts, first_release
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Layout
@@ -88,6 +88,13 @@ def sequence_over_context(job: TrainJob, layout: Layout, facts: VersionFacts) ->
     )
 
 
+def _sequence_text(job: TrainJob) -> str:
+    decoder = job.model.decoder
+    return (
+        f"{job.sequence_length}" if decoder is None else f"{job.sequence_length} or {decoder.sequence_length}"
+    )
+
+
 @rule(
     "NEST-RA07",
     "tp",
@@ -97,10 +104,11 @@ def sequence_over_context(job: TrainJob, layout: Layout, facts: VersionFacts) ->
 )
 def sequence_over_tensor(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken | None:
     """With sequence parallelism, each context slice of the sequence is a multiple of tp."""
-    if not layout.sequence_parallel or job.sequence_length % (layout.cp * layout.tp) == 0:
+    length = common_sequence(job)
+    if not layout.sequence_parallel or length % (layout.cp * layout.tp) == 0:
         return None
     return Broken(
-        f"the sequence of {job.sequence_length} tokens is not a multiple of cp*tp = {layout.cp * layout.tp}",
+        f"the sequence of {_sequence_text(job)} tokens is not a multiple of cp*tp = {layout.cp * layout.tp}",
         (
             given(job, "sequence_length", job.sequence_length),
             *asked(job, layout, "sequence_parallel", "tp", "cp"),
@@ -112,13 +120,18 @@ def sequence_over_tensor(job: TrainJob, layout: Layout, facts: VersionFacts) -> 
 def positions(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken | None:
     """The position table, where there is one, is as long as the sequence."""
     model = job.model
-    if not model.learned_positions or model.max_position_embeddings >= job.sequence_length:
+    longest = (
+        job.sequence_length
+        if model.decoder is None
+        else max(job.sequence_length, model.decoder.sequence_length)
+    )
+    if not model.learned_positions or model.max_position_embeddings >= longest:
         return None
     return Broken(
-        f"{model.max_position_embeddings} positions cannot hold a sequence of {job.sequence_length} tokens",
+        f"{model.max_position_embeddings} positions cannot hold a sequence of {longest} tokens",
         (
             given(job, "max_position_embeddings", model.max_position_embeddings),
-            given(job, "sequence_length", job.sequence_length),
+            given(job, "sequence_length", longest),
         ),
     )
 

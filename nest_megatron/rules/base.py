@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,12 @@ def expert_data_parallel(job: TrainJob, layout: Layout) -> int:
     """Return edp = world / (etp * ep * pp), 0 when the world does not divide; models without experts too."""
     experts = layout.etp * layout.ep * layout.pp
     return 0 if job.num_gpus % experts else job.num_gpus // experts
+
+
+def common_sequence(job: TrainJob) -> int:
+    """Return the largest number that divides every sequence of the model: an encoder-decoder has two."""
+    decoder = job.model.decoder
+    return job.sequence_length if decoder is None else math.gcd(job.sequence_length, decoder.sequence_length)
 
 
 def asked(job: TrainJob, layout: Layout, *axes: str) -> tuple[Factor, ...]:

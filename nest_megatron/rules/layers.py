@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from nest_megatron.errors import Factor
-from nest_megatron.rules.base import Broken, asked, given, rule, version
+from nest_megatron.rules.base import Broken, asked, derived, given, rule, version
 from nest_megatron.rules.versions import VersionFacts
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Layout
@@ -184,4 +184,16 @@ def split_can_be_written(job: TrainJob, layout: Layout, facts: VersionFacts) -> 
     return Broken(
         "this split of the layers cannot be written in this dialect and version",
         (*asked(job, layout, "layers", "pp", "vpp"), *_forms(job, facts)),
+    )
+
+
+@rule("NEST-RL09", "pp", source="pretrain_t5.py: Pipeline parallelism is not supported for T5")
+def encoder_decoder(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken | None:
+    """An encoder-decoder model trains without a pipeline."""
+    decoder = job.model.decoder
+    if decoder is None or layout.pp == 1:
+        return None
+    return Broken(
+        "an encoder-decoder model (T5) is planned without a pipeline only, as Megatron-LM trains it",
+        (derived("decoder layers", decoder.num_layers), *asked(job, layout, "pp")),
     )

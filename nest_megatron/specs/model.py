@@ -153,8 +153,9 @@ class ModelSpec:
         if self.hybrid_layers:
             return self.hybrid_layers
         if self.decoder is not None:
-            encoder, decoder = self.num_layers - self.decoder.num_layers, self.decoder.num_layers
-            return *("encoder" for _ in range(encoder)), *("decoder" for _ in range(decoder))
+            stacks: tuple[BlockKind, BlockKind] = ("encoder", "decoder")
+            encoders = self.num_layers - self.decoder.num_layers
+            return tuple(stacks[layer >= encoders] for layer in range(self.num_layers))
         kinds: tuple[BlockKind, BlockKind] = ("dense", "moe")
         pattern = (0,) * self.num_layers if self.moe is None else self.moe.layer_pattern
         return tuple(kinds[bool(flag)] for flag in pattern)

@@ -37,7 +37,7 @@ def read(
 
 
 def test_published_cases_read_as_their_records_say(shared: Path) -> None:
-    """Every public case but T5 and multimodal ones reads, and each degree and shape equals its record's."""
+    """Every public case but the multimodal ones reads, and each degree and shape equals its record's."""
     refused: Counter[str] = Counter()
     wrong = []
     for record, job in cases.outcomes(shared):
@@ -74,7 +74,7 @@ def test_published_cases_read_as_their_records_say(shared: Path) -> None:
             if None not in pair and pair[0] != pair[1]
         ]
     assert wrong == []
-    assert set(refused) == {"t5", "mimo", "multimodal-llava"}
+    assert set(refused) == {"mimo", "multimodal-llava"}
     assert len(cases.records(shared)) - sum(refused.values()) >= 240
 
 
@@ -286,8 +286,6 @@ def test_a_hybrid_pattern_gives_layers_and_chunks() -> None:
 @pytest.mark.parametrize(
     ("flags", "word"),
     [
-        ({"script": "pretrain_t5.py"}, "T5"),
-        ({"encoder_num_layers": 12, "num_layers": None}, "T5"),
         ({"script": "pretrain_vlm.py"}, "vision-language"),
         ({"model_provider": "llava_vlm"}, "multimodal"),
         ({"hybrid_attention_ratio": 0.1}, "hybrid"),

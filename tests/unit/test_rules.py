@@ -240,3 +240,18 @@ def test_nearest_prefers_changes_that_break_nothing_else() -> None:
             continue
         if any(not broken(job, x) for x in options.values()):
             assert broken(job, options[violation.nearest[0]]) == set(), example.rule
+
+
+def test_interleaving_groups_of_their_own() -> None:
+    """Groups other than pp: at least pp, at most m, the last one full or not below pp; from 0.10 on."""
+    job = make_job()
+    for pp, group in ((4, 4), (4, 5), (4, 6), (4, 3), (2, 5)):
+        for count in range(1, 17):
+            layout = make_layout(job, pp=pp, vpp=2, overlap=Overlap(p2p=True), micro_batch_group=group)
+            batch = layout.dp * layout.micro_batch * count
+            changed = replace(job, global_batch=batch, evaluation_batch=None, rampup_batches=())
+            groups = [min(group, count - start) for start in range(0, count, group)]
+            legal = group >= pp and count >= group and min(groups) >= pp
+            assert (broken(changed, replace(layout, global_batch=batch)) == set()) == legal
+            older = broken(replace(changed, megatron_core_version="0.9"), replace(layout, global_batch=batch))
+            assert ("batch.interleaved_groups" not in older) == (legal and group == pp)
