@@ -58,7 +58,7 @@ def main() -> int:
         print("  " + f"{kind:>18}" + "".join(f"{table[kind, outcome]:>18}" for outcome in outcomes))
     print(f"tracebacks and other faults: {len(problems)}")
     for line in problems[:40]:
-        print("  " + line.encode("ascii", "backslashreplace").decode())
+        print("  " + ascii(line)[1:-1])  # a problem quotes what was hostile
     return 1 if problems else 0
 
 

@@ -21,15 +21,17 @@ _SWITCHES: tuple[tuple[str, str], ...] = (
 
 
 def trains_t5(args: Arguments) -> bool:
-    """Return whether the run trains an encoder-decoder: by its script, or by a decoder's own sequence."""
-    return "t5" in args.script.lower().replace(".", "_").split("_") or args.has("decoder_seq_length")
+    """Return whether the run trains an encoder-decoder: its script says so, else a decoder's own sequence."""
+    if args.script:
+        return "t5" in args.script.lower().replace(".", "_").split("_")
+    return args.has("decoder_seq_length")
 
 
 def refuse_unplanned_t5(args: Arguments) -> None:
     """Return when the encoder-decoder is one that is planned.
 
     Raises:
-        BadInputError: it has experts, query groups, or positions that are not priced.
+        BadInputError: it has experts, query groups, a hybrid pattern, or positions that are not priced.
     """
     for name, what in _COUNTS:
         if args.integer(name, minimum=0):
@@ -37,6 +39,9 @@ def refuse_unplanned_t5(args: Arguments) -> None:
     for name, what in _SWITCHES:
         if args.flag(name):
             raise _refusal(args, name, what)
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if args.has(name):
+            raise _refusal(args, name, "T5 with a hybrid pattern")
     if args.text("position_embedding_type") == "relative":
         raise _refusal(args, "position_embedding_type", "T5 with relative positions")
 

@@ -33,7 +33,7 @@ from nest_megatron.units import gib
 #: The pseudo-axis of a larger cluster, and the factors that are tried.
 GPUS = "num_gpus"
 GPU_FACTORS = (2, 4, 8)
-#: Most advices returned, and layouts per set of axes whose time is simulated.
+#: Most pieces of advice returned, and layouts per set of axes whose time is simulated.
 MAX_ADVICE, SIMULATED = 8, 3
 #: A change that multiplies the step time by more than this is named only when nothing cheaper helps.
 BEARABLE = 2.0

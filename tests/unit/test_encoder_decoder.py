@@ -73,6 +73,7 @@ def test_another_decoder_depth_is_named() -> None:
         ({"num_experts": 8}, "T5 with experts"),
         ({"mtp_num_layers": 1}, "prediction"),
         ({"multi_latent_attention": True}, "latent attention"),
+        ({"hybrid_layer_pattern": "M*"}, "hybrid pattern"),
         ({"group_query_attention": True, "num_query_groups": 4}, "query groups"),
         ({"position_embedding_type": "relative"}, "relative positions"),
     ],
