@@ -1,7 +1,9 @@
-"""Compare our legality verdicts with megatron-core's on seeded random layouts and print every disagreement.
+"""Compare our legality verdicts with Megatron's on seeded random layouts and print every disagreement.
 
-Exit code 1 when a layout we call legal is refused, or one we refuse is accepted for a reason that
-``tests/oracle.py`` does not list.
+The judge is megatron-core from TransformerConfig on (``tests/oracle.py``), or with ``--judge validate_args`` the
+command line of megatron.training as well (``tests/validate_args.py``; run it with the python of
+``make env-megatron-0.19``).  Exit code 1 when a layout we call legal is refused or cannot be written, or one we
+refuse is accepted for a reason that the judge's file does not list.
 """
 
 from __future__ import annotations

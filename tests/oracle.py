@@ -50,7 +50,8 @@ ORACLE_CANNOT_SEE: dict[str, str] = {
     "overlap.expert_all_to_all": "0.16 ignores a recomputed moe module here, later releases refuse it",
 }
 
-_REFUSALS = (ValueError, AssertionError, RuntimeError, NotImplementedError)
+#: What megatron-core raises at arguments it does not take.
+REFUSALS = (ValueError, AssertionError, RuntimeError, NotImplementedError)
 
 
 @cache
@@ -84,7 +85,7 @@ def accepted_by_megatron(job: TrainJob, layout: Layout) -> tuple[bool, str]:
         for judge in (_judge_config, _judge_batches):
             if objection := judge(job, layout):
                 return False, objection
-        objection = _judge_groups(
+        objection = judge_groups(
             job.num_gpus,
             layout.tp,
             layout.pp,
@@ -106,14 +107,19 @@ def _judge_config(job: TrainJob, layout: Layout) -> str:
     kind = mcore["config"] if job.model.mla is None else mcore["mla_config"]
     try:
         config = kind(**_config_arguments(job, layout))
-        for chunk in range(layout.pp * layout.vpp):
-            built = _layers_built(config, layout, chunk)
-            if built != layout.num_layers_per_chunk[chunk]:
-                return f"builds {built} layers in chunk {chunk}, not {layout.num_layers_per_chunk[chunk]}"
-        if sum(layout.num_layers_per_chunk) != job.model.num_layers:
-            return f"builds {sum(layout.num_layers_per_chunk)} of {job.model.num_layers} layers"
-    except _REFUSALS as refusal:
+        return built_otherwise(config, job, layout)
+    except REFUSALS as refusal:
         return f"TransformerConfig: {refusal}"
+
+
+def built_otherwise(config: Any, job: TrainJob, layout: Layout) -> str:
+    """Return the first chunk that megatron-core would build with another layer count than the layout says."""
+    for chunk in range(layout.pp * layout.vpp):
+        built = _layers_built(config, layout, chunk)
+        if built != layout.num_layers_per_chunk[chunk]:
+            return f"builds {built} layers in chunk {chunk}, not {layout.num_layers_per_chunk[chunk]}"
+    if sum(layout.num_layers_per_chunk) != job.model.num_layers:
+        return f"builds {sum(layout.num_layers_per_chunk)} of {job.model.num_layers} layers"
     return ""
 
 
@@ -137,13 +143,13 @@ def _judge_batches(job: TrainJob, layout: Layout) -> str:
     try:
         for size in sorted(sizes):
             calculator.ConstantNumMicroBatchesCalculator(size, layout.micro_batch, dp, False, 1)
-    except (*_REFUSALS, ZeroDivisionError) as refusal:
+    except (*REFUSALS, ZeroDivisionError) as refusal:
         return f"num_microbatches_calculator: {refusal or type(refusal).__name__}"
     return ""
 
 
 @cache
-def _judge_groups(
+def judge_groups(
     world: int, tp: int, pp: int, vpp: int, cp: int, ep: int, etp: int, instances: int, order: str
 ) -> str:
     """Create every process group of three ranks on a fake process group."""
@@ -164,7 +170,7 @@ def _judge_groups(
                 order=order,
                 create_gloo_process_groups=False,
             )
-        except (*_REFUSALS, ZeroDivisionError) as refusal:
+        except (*REFUSALS, ZeroDivisionError) as refusal:
             return f"initialize_model_parallel: {refusal or type(refusal).__name__}"
         except ImportError as missing:
             # Without einops the groups between optimizer instances cannot be formed; every check on their
@@ -177,7 +183,7 @@ def _judge_groups(
             distributed.destroy_process_group()
             sys.excepthook = hook  # every init_process_group wraps it once more
         if without_einops:
-            return _judge_groups(world, tp, pp, vpp, cp, ep, etp, 1, order)
+            return judge_groups(world, tp, pp, vpp, cp, ep, etp, 1, order)
     return ""
 
 
