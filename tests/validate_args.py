@@ -6,30 +6,47 @@ environment with it.  ``tests/oracle.py`` asks megatron-core alone, from Transfo
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
+import json
 import os
+import random
 import sys
 import typing
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from nest_megatron import rules
 from nest_megatron.dialects.megatron_lm import read_argv, write_argv
 from nest_megatron.errors import BadInputError
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Layout, Sharding
 from nest_megatron.specs.model import MLASpec, ModelSpec, MoESpec
 from nest_megatron.specs.settings import PlanSettings
+from tests.legality_cases import CASES, NEVER_OFFERED
 from tests.oracle import REFUSALS, built_otherwise, judge_groups
+from tests.random_layouts import random_case
 
 VERSION = "0.19.2"
 
 #: Rule -> why the command line of megatron.training 0.19.2 lets pass what the rule refuses.
-VALIDATE_ARGS_CANNOT_SEE: dict[str, str] = {}
+VALIDATE_ARGS_CANNOT_SEE: dict[str, str] = {
+    "grid.order_offered": "whether a dialect has a key for the order is not Megatron's to know",
+    "batch.interleaved_groups": "checked by the interleaved schedule in the first training step",
+    "attention.widths": "checked when the linear layers are built",
+    "attention.sequence_over_tensor": "checked when the first embedding is scattered over the tensor ranks",
+    "attention.context_parallel": "the attention module is chosen when the model is built",
+    "moe.experts_need_sequence_parallel": "a warning at construction; the MoE layer's first forward raises",
+    "moe.expert_width": "checked when the expert layers are built",
+    "sharding.gradient_sharding_order": "a rule of Megatron-Bridge",
+    "recompute.method": "0 layers are taken; the loop over the layers of a chunk then never ends",
+    "recompute.uniform_divides": "the first forward indexes past the last layer of the chunk",
+}
 
 #: Judges that are ours: the layout cannot be written, or Megatron reads something else from what we wrote.
 OURS = ("writer", "read back")
@@ -149,6 +166,8 @@ def _run_flags(job: TrainJob) -> dict[str, Any]:
         "train-iters": 1000,
         "bf16": job.recipe.compute_dtype != "fp32",
         "mock-data": True,
+        # Transformer Engine, which fuses this, cannot be installed without a GPU.
+        "no-rope-fusion": True,
     }
 
 
@@ -230,8 +249,8 @@ def _count_micro_batches(job: TrainJob, args: Any) -> None:
         seq_length=args.seq_length,
     )
     try:
-        for stage in range(1, len(job.rampup_batches) + 1):
-            calculator.update_num_microbatches(stage * 10**9 // args.seq_length + 1, consistency_check=False)
+        for stage in range(len(job.rampup_batches) + 1):
+            calculator.update_num_microbatches(stage * 10**9 // args.seq_length + 1, consistency_check=True)
     finally:
         calculator.destroy_num_microbatches_calculator()
 
@@ -276,3 +295,43 @@ def _sharding(args: Any) -> str:
     if args.use_megatron_fsdp:
         return str(args.data_parallel_sharding_strategy)
     return "optim" if args.use_distributed_optimizer else "none"
+
+
+def report(layouts: int, seed: int) -> dict[str, list[list[Any]]]:
+    """Return [case, rules broken, who refused it, words] of seeded layouts and of the written-down cases."""
+    rng = random.Random(seed)
+    drawn = [random_case(rng, VERSION) for _ in range(layouts)]
+    written = []
+    for case in (*CASES, *NEVER_OFFERED):
+        job, layout = case.build()
+        # Degrees below 1 are no layout; releases and models of their own need another command line.
+        if (
+            case.rule != "grid.degrees"
+            and "megatron_core_version" not in case.job
+            and job.model.decoder is None
+        ):
+            written.append((replace(job, megatron_core_version=VERSION), layout))
+    return {
+        name: [
+            [
+                f"{layout} of {job.model.name} on {job.num_gpus} GPUs",
+                [violation.rule for violation in rules.check(job, layout)],
+                *astuple(judged_by_arguments(job, layout)),
+            ]
+            for job, layout in cases
+        ]
+        for name, cases in (("random", drawn), ("cases", written))
+    }
+
+
+def main() -> None:
+    """Write the report as one line of JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--layouts", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args()
+    sys.stdout.write(json.dumps(report(options.layouts, options.seed)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
