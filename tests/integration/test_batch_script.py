@@ -1,4 +1,4 @@
-"""The batch script of docs/slurm.md, executed: it trains planned or not at all."""
+"""The batch script of docs/slurm.md, submitted to a real Slurm: it trains planned or not at all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,22 @@ from omegaconf import OmegaConf
 
 from nest_megatron.launch.processes import PER_PROCESS_VARIABLES
 from nest_megatron.specs.plan import Plan
+from tests import slurm
 
-pytestmark = pytest.mark.integration
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.xdist_group("slurm"),
+    pytest.mark.skipif(bool(slurm.missing()), reason=slurm.missing()),
+]
 
-#: In the place of srun, which needs a Slurm: drops srun's own options and runs one rank.
-SRUN = '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nSLURM_PROCID=0 exec "$@"\n'
+RANKS = 8
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The variables of a running Slurm."""
+    with slurm.running(tmp_path_factory.mktemp("slurm")) as variables:
+        yield variables
 
 
 @pytest.fixture
@@ -30,66 +42,70 @@ def script(tmp_path: Path, repository: Path) -> Path:
     named = f'config_path="{repository}/scripts/conf", config_name="megatron_llama3_8b"'
     (tmp_path / "train.py").write_text(app.replace("config_path=None, config_name=None", named))
     (tmp_path / "bin").mkdir()
-    for name, content in {"srun": SRUN, "python": f'#!/bin/bash\nexec {sys.executable} "$@"\n'}.items():
-        (tmp_path / "bin" / name).write_text(content)
-        (tmp_path / "bin" / name).chmod(0o755)
+    # `python` of the script is the interpreter of these tests, whatever the machine calls by that name.
+    (tmp_path / "bin" / "python").write_text(f'#!/bin/bash\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin" / "python").chmod(0o755)
     path = tmp_path / "job.sh"
     path.write_text(text)
     return path
 
 
-def run(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the script as the batch step of a job."""
+def submit(script: Path, cluster: dict[str, str], **environment: str) -> tuple[int, str]:
+    """Submit the script, wait for its end, and return its exit code and its log."""
     folder = script.parent
     inherited = {key: value for key, value in os.environ.items() if key not in PER_PROCESS_VARIABLES}
     own = {
         "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "NEST_CACHE": str(folder / "cache"),
-        "TASK_OUTPUT": str(folder / "received.json"),
-        "SLURM_JOB_ID": "17",
-        "SLURM_NNODES": "1",
+        "TASK_OUTPUT": str(folder / "received.%t.json"),
     }
-    return subprocess.run(
-        ["bash", str(script)],
-        env=inherited | own | environment,
+    done = subprocess.run(
+        ["sbatch", "--wait", "--export=ALL", f"--output={folder / 'log'}", str(script)],
+        env=inherited | own | cluster | environment,
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
+        timeout=240,
     )
+    assert "Submitted batch job" in done.stdout, done.stderr
+    return done.returncode, (folder / "log").read_text()
 
 
-def test_script_trains_planned(script: Path) -> None:
-    """The plan is made once before the launch, and the task receives its edits and its environment."""
-    done = run(script)
-    assert done.returncode == 0, done.stdout + done.stderr
-    plan = Plan.load(script.parent / "nest_plan" / "17" / "plan.json")
-    received = json.loads((script.parent / "received.json").read_text())
-    assert plan.env.items() <= received["environment"].items()
-    for key, value in plan.edits.items():
-        found = OmegaConf.select(OmegaConf.create(received["config"]), key)
-        assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value, key
-    assert done.stderr.count("nest: planned by process") == 1
+def test_script_trains_planned(script: Path, cluster: dict[str, str]) -> None:
+    """The plan is made once before srun, and every rank receives its edits and its environment."""
+    code, log = submit(script, cluster)
+    assert code == 0, log
+    (made,) = (script.parent / "nest_plan").glob("*/plan.json")
+    plan = Plan.load(made)
+    for rank in range(RANKS):
+        received = json.loads((script.parent / f"received.{rank}.json").read_text())
+        assert received["environment"]["SLURM_PROCID"] == str(rank)
+        assert plan.env.items() <= received["environment"].items()
+        for key, value in plan.edits.items():
+            found = OmegaConf.select(OmegaConf.create(received["config"]), key)
+            assert (OmegaConf.to_container(found) if OmegaConf.is_config(found) else found) == value, key
+    assert log.count("nest: planned by process") == 1
 
 
-def test_script_stops_where_the_plugin_is_absent(script: Path) -> None:
+def test_script_stops_where_the_plugin_is_absent(script: Path, cluster: dict[str, str]) -> None:
     """Where Hydra does not see the plug-in, nothing is trained, neither planned nor unplanned."""
     hidden = script.parent / "hidden"
     hidden.mkdir()
     # Python imports this module at every start; the name is then unknown to Hydra's scan.
     (hidden / "sitecustomize.py").write_text("import sys\nsys.modules['hydra_plugins'] = None\n")
     path = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
-    done = run(script, PYTHONPATH=path)
-    assert done.returncode == 1
-    assert "hydra plug-in: Hydra takes +nest=auto as an ordinary value" in done.stderr
-    assert not (script.parent / "received.json").exists()
+    code, log = submit(script, cluster, PYTHONPATH=path)
+    assert code == 1
+    assert "hydra plug-in: Hydra takes +nest=auto as an ordinary value" in log
+    assert not list(script.parent.glob("received.*"))
 
 
-def test_script_stops_without_a_plan(script: Path) -> None:
+def test_script_stops_without_a_plan(script: Path, cluster: dict[str, str]) -> None:
     """An illegal pin ends the job before srun, with the reason in the log."""
     text = script.read_text().replace("+nest=auto", "+nest=auto model.tensor_model_parallel_size=3")
     script.write_text(text)
-    done = run(script)
-    assert done.returncode == 1
-    assert "NEST-" in done.stderr
-    assert not (script.parent / "received.json").exists()
+    code, log = submit(script, cluster)
+    assert code == 1
+    assert "NEST-" in log
+    assert not list(script.parent.glob("received.*"))

@@ -14,7 +14,7 @@ OmegaConf.register_new_resolver("sum", lambda *numbers: sum(numbers))
 
 
 def write_down(config: DictConfig) -> None:
-    """Write the received configuration as JSON to the file named by TASK_OUTPUT."""
+    """Write the received configuration as JSON to the file named by TASK_OUTPUT; %t is Slurm's rank."""
     keys = os.environ.get("TASK_RESOLVE", "").split()
     received = {
         "config": OmegaConf.to_container(config, resolve=False),
@@ -22,7 +22,8 @@ def write_down(config: DictConfig) -> None:
         "struct": OmegaConf.is_struct(config),
         "environment": dict(os.environ),
     }
-    Path(os.environ["TASK_OUTPUT"]).write_text(json.dumps(received), encoding="utf-8")
+    output = os.environ["TASK_OUTPUT"].replace("%t", os.environ.get("SLURM_PROCID", "0"))
+    Path(output).write_text(json.dumps(received), encoding="utf-8")
 
 
 @hydra.main(version_base=None, config_path=None, config_name=None)
