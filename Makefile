@@ -59,7 +59,7 @@ demo: setup ## plan Llama-3-70B on 64 H100 through the Hydra app in scripts/
 	@$(PY) scripts/train.py +nest=auto
 
 # An optional environment that exists is kept current.
-test: setup $(wildcard $(ENV_HYDRA138)/.stamp $(ENV_NEMO)/.stamp) ## run the tests
+test: setup $(wildcard $(ENV_HYDRA138)/.stamp $(ENV_NEMO)/.stamp $(ENV_MEGATRON019)/.stamp) ## run the tests
 	@$(PYTEST) -n $(JOBS) --dist loadgroup -m 'not accept' $(PYTEST_ARGS)
 
 test-python: setup ## run the solver's tests on the slow pure-Python twin

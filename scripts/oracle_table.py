@@ -1,9 +1,11 @@
 """Compare our legality verdicts with Megatron's on seeded random layouts and print every disagreement.
 
-The judge is megatron-core from TransformerConfig on (``tests/oracle.py``).  ``--judge validate_args`` also asks
-the command line of megatron.training (``tests/validate_args.py``), with the python of ``make env-megatron-0.19``
-and as ``-m scripts.oracle_table``.  Exit code 1 when a layout we call legal is refused or cannot be written, or
-one we refuse is accepted for a reason that the judge's file does not list.
+The judge is megatron-core from TransformerConfig on (``tests/oracle.py``).  With ``--judge validate_args`` it
+is megatron.training from the command line on (``tests/validate_args.py``); run that as ``-m
+scripts.oracle_table`` with the python of ``make env-megatron-0.19``.
+
+Exit code 1 when a layout we call legal is refused or cannot be written, or one we refuse is accepted for a
+reason that the judge's file does not list.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 
 from tests.validate_args import OURS, VALIDATE_ARGS_CANNOT_SEE
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("validate_args")]
 
 LAYOUTS = 60
 SEED = 3
@@ -34,9 +34,9 @@ def report(repository: Path) -> dict[str, list[Seen]]:
     folder = Path(os.environ.get("NEST_ENV_MEGATRON019") or repository / ".venv-megatron019")
     if not (folder / ".stamp").is_file():
         pytest.skip("no environment with megatron-core 0.19.2: make env-megatron-0.19 builds it")
-    command = [folder / "bin" / "python", "-m", "tests.validate_args"]
+    options = ("--layouts", str(LAYOUTS), "--seed", str(SEED))
     run = subprocess.run(
-        [*command, "--layouts", str(LAYOUTS), "--seed", str(SEED)],
+        [str(folder / "bin" / "python"), "-m", "tests.validate_args", *options],
         cwd=repository,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)},
         capture_output=True,
@@ -51,7 +51,7 @@ def report(repository: Path) -> dict[str, list[Seen]]:
 
 @pytest.mark.parametrize("kind", ["random", "cases"])
 def test_every_disagreement_is_explained(report: dict[str, list[Seen]], kind: str) -> None:
-    """A legal layout is written, accepted and read back as it is; what is accepted though illegal is listed."""
+    """Legal layouts are written, accepted and read back as they are; blind spots are listed."""
     for seen in report[kind]:
         if not seen.broken:
             assert (seen.by, seen.objection) == ("", ""), seen.case
