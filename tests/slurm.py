@@ -43,9 +43,9 @@ SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
 GresTypes=gpu
-NodeName=DEFAULT NodeHostname={host} NodeAddr=127.0.0.1 CPUs=16 RealMemory=2000 Gres=gpu:8 State=UNKNOWN
-NodeName=n1 Port={ports[1]}
-NodeName=n2 Port={ports[2]}
+NodeName=DEFAULT CPUs=16 RealMemory=2000 Gres=gpu:8 State=UNKNOWN
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
