@@ -62,12 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    plan = _command(commands, "plan", "find the layout, show why, and write it", run_plan)
+    plan = _job_command(commands, "plan", "find the layout, show why, and write it", run_plan)
     plan.add_argument(
         "--write-config", metavar="OUT", help="write the configuration with the plan's edits as YAML"
     )
-    _command(commands, "check", "judge the layout of the configuration as it is", run_check)
-    why = _command(commands, "explain", "answer why the plan is not another layout", run_explain)
+    _job_command(commands, "check", "judge the layout of the configuration as it is", run_check)
+    why = _job_command(commands, "explain", "answer why the plan is not another layout", run_explain)
     why.add_argument(
         "--why",
         action="extend",
@@ -91,29 +91,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _calibrate_command(commands: Any) -> None:
     purpose = "learn from one measured run; every later plan for that machine and stack uses it"
-    command = commands.add_parser(
-        "calibrate",
-        help=purpose,
-        description=purpose[0].upper() + purpose[1:] + ".",
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    command = _command(commands, "calibrate", purpose, run_calibrate)
     command.add_argument("what", choices=("memory",), help="the quantity that the run measured")
     command.add_argument("run_record", metavar="RUN.json", help="one record of the measured schema")
-    command.set_defaults(run=run_calibrate, json=None)
+    command.set_defaults(json=None)
 
 
 def _validate_command(commands: Any) -> None:
     purpose = "replay published runs and print how far the predictions are off"
-    command = commands.add_parser(
-        "validate",
-        help=purpose,
-        description=purpose[0].upper() + purpose[1:] + ".",
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    command = _command(commands, "validate", purpose, run_validate)
     command.add_argument(
         "--records",
         metavar="FILE",
@@ -123,22 +109,13 @@ def _validate_command(commands: Any) -> None:
     command.add_argument("--exclude", default="", help="record ids to leave out, separated by commas")
     command.add_argument("--where", metavar="FIELD", help="only records in which this field is not null")
     command.add_argument("--json", metavar="OUT", help="write every prediction with its memory terms")
-    command.set_defaults(run=run_validate)
 
 
 def _doctor_command(commands: Any) -> None:
     purpose = "prove that +nest=auto plans in this environment"
-    doctor = commands.add_parser(
-        "doctor",
-        help=purpose,
-        description=purpose[0].upper() + purpose[1:] + ".",
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    doctor = _command(commands, "doctor", purpose, run_doctor)
     doctor.add_argument("--quiet", action="store_true", help="print only what fails")
     doctor.add_argument("--json", metavar="OUT", help="write the findings as JSON; - is standard output")
-    doctor.set_defaults(run=run_doctor)
 
 
 def _command(
@@ -152,6 +129,15 @@ def _command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    command.set_defaults(run=run)
+    return command
+
+
+def _job_command(
+    commands: Any, name: str, purpose: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    """A command about one configuration, with the options that say what may change."""
+    command = _command(commands, name, purpose, run)
     add = command.add_argument
     add("--config", required=True, metavar="FILE", help="YAML configuration of the training job")
     add("--dialect", metavar="D", help="configuration style; default: detected")
@@ -164,7 +150,6 @@ def _command(
     add("--free", action="append", default=[], metavar="AXIS=BOOL", help="release (true) or freeze (false)")
     add("--json", metavar="OUT", help="write the result, or the failure, as JSON; - is standard output")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra-style overrides: a.b=1 +a.b=1 ++a.b=1 ~a.b")
-    command.set_defaults(run=run)
     return command
 
 

@@ -286,10 +286,12 @@ class ConfigView:
         return self._expression(path, raw, stack)
 
     def _expression(self, path: Path, raw: str, stack: tuple[Path, ...]) -> Any:
-        def node(key: str, memo: set[int] | None = None) -> Any:
-            found = self._evaluate(_absolute(key, path), stack)
+        def node(key: Any, memo: set[int] | None = None) -> Any:
+            # omegaconf 2.3 passes the text, 2.4 an object that holds it.
+            text = getattr(key, "raw", key)
+            found = self._evaluate(_absolute(text, path), stack)
             if isinstance(found, _Absent) or found == _MISSING:
-                raise _unreadable(path, raw, f"{key} has no value")
+                raise _unreadable(path, raw, f"{text} has no value")
             return found
 
         def resolver(name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
