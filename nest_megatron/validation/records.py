@@ -203,7 +203,9 @@ def _layout(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec, bra
         sequence_parallel=_sequence_parallel(record, stack, degree["tp"]),
         micro_batch=micro_batch,
         global_batch=global_batch,
-        num_layers_per_chunk=even_split(model.num_layers, degree["pp"] * degree["vpp"]),
+        num_layers_per_chunk=even_split(
+            model.num_layers, degree["pp"] * degree["vpp"], rest_last=bool(stack.get("rest_last"))
+        ),
         sharding=sharding,
         recompute=_recompute(record, brackets),
         overlap=_overlap(stack, degree, sharding, record),
@@ -236,13 +238,11 @@ def _expert_tensor_parallel(
     return degree["tp"] if degree["ep"] == 1 and world % follows == 0 else 1
 
 
-def even_split(num_layers: int, chunks: int) -> tuple[int, ...]:
-    """Return layer counts per chunk as even as possible; the embedding lightens the first."""
+def even_split(num_layers: int, chunks: int, *, rest_last: bool = False) -> tuple[int, ...]:
+    """Return layer counts per chunk; where they do not divide, the first or the last chunks have one more."""
     base, rest = divmod(num_layers, chunks)
-    sizes = [base] * chunks
-    for j in range(chunks - rest, chunks):
-        sizes[j] += 1
-    return tuple(sizes)
+    larger = range(chunks - rest, chunks) if rest_last else range(rest)
+    return tuple(base + (chunk in larger) for chunk in range(chunks))
 
 
 def _batches(record: dict[str, Any], stack: dict[str, Any], dp: int, pp: int) -> tuple[int, int]:
