@@ -12,6 +12,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from nest_megatron.specs.plan import Plan
+from tests.environments import missing, optional_python
 from tests.integration.hydra_app import LLAMA, App, assert_applied, plan_of
 
 pytestmark = pytest.mark.integration
@@ -32,20 +33,13 @@ def app(tmp_path: Path, repository: Path) -> App:
 
 def optional_pythons() -> list[Any]:
     """Interpreters with other Hydra versions, built outside the test run."""
-    checkout = Path(__file__).resolve().parents[2]
-    found = {
-        "hydra 1.3.8": os.environ.get("NEST_ENV_HYDRA138") or checkout / ".venv-hydra138/bin/python",
-        "nemo": os.environ.get("NEST_ENV_NEMO") or "",
-    }
     return [
         pytest.param(
-            str(path),
-            id=name,
-            marks=pytest.mark.skipif(
-                not path or not Path(path).exists(), reason=f"no interpreter with {name} was built"
-            ),
+            str(optional_python(target)),
+            id=target,
+            marks=pytest.mark.skipif(bool(missing(target)), reason=missing(target)),
         )
-        for name, path in found.items()
+        for target in ("env-hydra-1.3.8", "env-nemo")
     ]
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.environments import missing, optional_python
+
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.xdist_group("packaging")]
 
 #: Prints what Hydra knows about our config group, and which heavy frameworks that loaded.
@@ -123,13 +125,11 @@ def installed(
 
 
 @pytest.fixture
-def hydra138(repository: Path) -> Path:
+def hydra138() -> Path:
     """Python of the optional environment with hydra-core 1.3.8."""
-    folder = Path(os.environ.get("NEST_ENV_HYDRA138", repository / ".venv-hydra138"))
-    python = folder / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"no environment with hydra-core 1.3.8 at {folder}: run `make env-hydra-1.3.8`")
-    return python
+    if reason := missing("env-hydra-1.3.8"):
+        pytest.skip(reason)
+    return optional_python("env-hydra-1.3.8")
 
 
 def probe(python: Path, cwd: Path) -> dict[str, object]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.environments import missing, optional_python
 from tests.validate_args import OURS, VALIDATE_ARGS_CANNOT_SEE
 
 pytestmark = [pytest.mark.integration, pytest.mark.xdist_group("validate_args")]
@@ -31,12 +32,11 @@ class Seen(NamedTuple):
 @pytest.fixture(scope="module")
 def report(repository: Path) -> dict[str, list[Seen]]:
     """What one process of ``make env-megatron-0.19`` says about seeded layouts and the written-down cases."""
-    folder = Path(os.environ.get("NEST_ENV_MEGATRON019") or repository / ".venv-megatron019")
-    if not (folder / ".stamp").is_file():
-        pytest.skip("no environment with megatron-core 0.19.2: make env-megatron-0.19 builds it")
+    if reason := missing("env-megatron-0.19"):
+        pytest.skip(reason)
     options = ("--layouts", str(LAYOUTS), "--seed", str(SEED))
     run = subprocess.run(
-        [str(folder / "bin" / "python"), "-m", "tests.validate_args", *options],
+        [str(optional_python("env-megatron-0.19")), "-m", "tests.validate_args", *options],
         cwd=repository,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repository)},
         capture_output=True,
