@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from nest_megatron.specs.plan import Plan
 from tests.integration.hydra_app import LLAMA, App, Ended
-from tests.integration.test_hydra_run import optional_pythons
+from tests.integration.test_hydra_run import VERSION, optional_pythons
 
 pytestmark = pytest.mark.integration
 
@@ -181,6 +181,7 @@ def test_plans_are_written_ahead(app: App) -> None:
 def test_other_hydra_releases_sweep_too(app: App, python: str, repository: Path) -> None:
     """The wrapping launcher works with another Hydra release."""
     app.python = python
-    ended = sweep(app, "+nest=auto", "model.num_layers=8,24", environment={"PYTHONPATH": str(repository)})
+    environment = {"PYTHONPATH": str(repository)}
+    ended = sweep(app, "+nest=auto", VERSION, "model.num_layers=8,24", environment=environment)
     for job in jobs_of(app, ended, 2):
         assert_received(job)
