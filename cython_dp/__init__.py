@@ -25,7 +25,7 @@ from cython_dp.reference import chunk_times, stage_features
 
 IMPLEMENTATION = os.environ.get("NEST_DP_IMPL", "cython")
 
-if TYPE_CHECKING:
+if TYPE_CHECKING or IMPLEMENTATION == "python":
     from cython_dp.reference import (
         Problem,
         best_first,
@@ -45,17 +45,6 @@ elif IMPLEMENTATION == "cython":
             f"the compiled solver of cython_dp cannot be loaded ({error}); build it with "
             "`pip install -e .`, or set NEST_DP_IMPL=python for the slow twin"
         ) from error
-elif IMPLEMENTATION == "python":
-    from cython_dp.reference import (
-        Problem,
-        best_first,
-        bounds,
-        in_flight,
-        pipeline_bound,
-        simulate,
-        smallest_block,
-        step_time,
-    )
 else:
     raise ImportError(f"NEST_DP_IMPL is {IMPLEMENTATION!r}; known: cython, python")
 

@@ -52,7 +52,8 @@ def measure(config: str, cluster_name: str, gpus: int | None) -> str:
     model = CostModel(job, cluster)
     tables = model.tables(space.nodes)  # builds the graphs, so that what follows is the memory function alone
     problem = candidate_problem(job, tables, space)
-    nodes_s = best_of(lambda: model.memory(space.nodes))
+    rows = [model.row(node) for node in space.nodes]
+    nodes_s = best_of(lambda: model.memory(space.nodes, rows))
     peaks_s = best_of(lambda: bounds(problem))
     name = f"{config.removesuffix('.yaml')} on {cluster_name}"
     return (

@@ -27,7 +27,7 @@ from nest_megatron.validation.records import NotComputable, build
 from nest_megatron.validation.replay import predict_record
 
 #: Facts of a framework profile that the sweeps could have chosen.
-GRID: dict[str, tuple[float, ...]] = {
+GRID: dict[str, tuple[int, ...]] = {
     "loss_bytes_per_logit": (6, 10, 14, 18, 22),
     "gathers_logits": (0, 1),
     "unfused_norm_saved_bytes": (0, 6),
@@ -36,7 +36,7 @@ GRID: dict[str, tuple[float, ...]] = {
 LIMITS_GIB = tuple(60 + 0.25 * step for step in range(81))
 PEAK_FAMILIES = ("mcoreci", "simumax", "bridge", "bigscience")
 
-Setting = tuple[float, ...]
+Setting = tuple[int, ...]
 Row = tuple[str, bool, dict[Setting, float]]
 
 
@@ -45,16 +45,11 @@ def peaks_of(record: dict[str, Any]) -> dict[Setting, float]:
     built = build(record)
     peaks: dict[Setting, float] = {}
     for setting in itertools.product(*GRID.values()):
-        facts = {name: type_of(value) for name, value in zip(GRID, setting, strict=True)}
+        facts: dict[str, Any] = dict(zip(GRID, setting, strict=True))
         job = replace(built.job, profile=replace(built.job.profile, **facts))
         prediction = Evaluator(job, built.cluster).predict([built.layout])[0]
         peaks[setting] = prediction.peak_allocated_bytes / GIB
     return peaks
-
-
-def type_of(value: float) -> Any:
-    """Return whole numbers as int, as the profile has them."""
-    return int(value) if value == int(value) else value
 
 
 def right(rows: Iterable[Row], setting: Setting, limit_gib: float) -> int:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from nest_megatron.calibration.store import MemoryCalibration, key_of, remember_memory
-from nest_megatron.errors import BadInputError, Factor
+from nest_megatron.errors import BadInputError, Factor, NestError
 from nest_megatron.specs import codec
 from nest_megatron.units import GIB, gib
 from nest_megatron.validation.metrics import measured_peak_bytes
 from nest_megatron.validation.records import NotComputable, build
-from nest_megatron.validation.replay import predict_record
+from nest_megatron.validation.replay import predict_built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +55,13 @@ def calibrate_memory(path: Path, *, store: Path | None = None) -> Calibrated:
             "NEST-K01", f"{path} has no measured peak", factors=[Factor("measured.peak_mem_bytes", "missing")]
         )
     reserved = _reserved_bytes(record, path)
-    prediction = predict_record(record)
-    if prediction["status"] == "unknown":
-        raise BadInputError("NEST-K01", f"{path} cannot be predicted: {prediction['reason']}")
     try:
         built = build(record)
+        prediction = predict_built(record, built)
     except NotComputable as reason:
         raise BadInputError("NEST-K01", f"{path} cannot be predicted: {reason}") from None
+    except NestError as error:
+        raise BadInputError("NEST-K01", f"{path} cannot be predicted: {error.message}") from None
     predicted = int(prediction["peak_allocated_bytes"])
     entry = MemoryCalibration(
         allocated_ratio=measured / predicted,

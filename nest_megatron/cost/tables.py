@@ -97,14 +97,15 @@ class CostModel:
 
     def tables(self, layouts: Sequence[Layout]) -> CostTables:
         """Return the solver's arrays for ``layouts``; their splits and vpp do not matter here."""
+        rows = [self.row(layout) for layout in layouts]
         times = np.zeros((len(layouts), NUM_COLUMNS))
         for i, layout in enumerate(layouts):
-            self._fill_times(times[i], layout, self._built[self.row(layout)])
-        return CostTables(node_times=times, **self.memory(layouts))
+            self._fill_times(times[i], layout, self._built[rows[i]])
+        return CostTables(node_times=times, **self.memory(layouts, rows))
 
-    def memory(self, layouts: Sequence[Layout]) -> dict[str, Any]:
-        """Return the fields of ``tables`` that hold bytes and parameters."""
-        nodes = self._node_columns(layouts)
+    def memory(self, layouts: Sequence[Layout], rows: Sequence[int]) -> dict[str, Any]:
+        """Return the fields of ``tables`` that hold bytes and parameters; ``rows`` are those of ``row``."""
+        nodes = self._node_columns(layouts, rows)
         memory = columns([row.memory for row in self._built])
         terms = memory_terms(memory, nodes, self.job, self.cluster.accelerator)
         return {
@@ -113,13 +114,13 @@ class CostModel:
             "terms": terms,
         }
 
-    def _node_columns(self, layouts: Sequence[Layout]) -> NodeColumns:
+    def _node_columns(self, layouts: Sequence[Layout], rows: Sequence[int]) -> NodeColumns:
         def column(values: Sequence[int]) -> Int64:
             return np.array(values, dtype=np.int64)
 
         instances = [layout.num_optimizer_instances for layout in layouts]
         return NodeColumns(
-            row=column([self.row(layout) for layout in layouts]),
+            row=column(rows),
             pp=column([layout.pp for layout in layouts]),
             shard=column([max(1, x.dp * x.cp // n) for x, n in zip(layouts, instances, strict=True)]),
             expert_shard=column([max(1, x.edp // n) for x, n in zip(layouts, instances, strict=True)]),

@@ -29,16 +29,20 @@ def replay(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def predict_record(record: dict[str, Any]) -> dict[str, Any]:
     """Return the prediction entry of one record."""
     try:
-        built = build(record)
-        prediction = Evaluator(built.job, built.cluster).predict([built.layout])[0]
+        return predict_built(record, build(record))
     except NotComputable as reason:
         return {"id": record["id"], "status": "unknown", "reason": str(reason)}
     except NestError as error:
         return {"id": record["id"], "status": "unknown", "reason": error.message}
-    return _entry(record, built, prediction)
 
 
-def _entry(record: dict[str, Any], built: Built, prediction: Prediction) -> dict[str, Any]:
+def predict_built(record: dict[str, Any], built: Built) -> dict[str, Any]:
+    """Return the prediction entry of a record that was built already.
+
+    Raises:
+        NestError: the job cannot be priced.
+    """
+    prediction = Evaluator(built.job, built.cluster).predict([built.layout])[0]
     stage = prediction.stages[_scope(record, prediction)]
     device = int(device_bytes(np.array([stage.allocated_bytes]), built.job)[0])
     return {
