@@ -14,6 +14,7 @@ PYTEST_ARGS ?=
 ACCEPT_JOBS ?= 2000
 ACCEPT_LAYOUTS ?= 5000
 ACCEPT_INPUTS ?= 2000
+ACCEPT_INSTANCES ?= 1000
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
@@ -55,8 +56,9 @@ $(LINTERS): pyproject.toml | $(BASE)
 	@$(PIP) --group lint
 	@touch $@
 
-demo: setup ## plan Llama-3-70B on 64 H100 through the Hydra app in scripts/
+demo: setup ## plan Llama-3-70B on 64 H100, then plan and train a tiny Llama with 8 processes on this CPU
 	@$(PY) scripts/train.py +nest=auto
+	@$(PY) scripts/train.py --config-name megatron_llama_tiny +nest=auto +nest.cluster=cpu-node +nest.pin.tp=2 +nest.pin.pp=2
 
 # An optional environment that exists is kept current.
 test: setup $(wildcard $(ENV_HYDRA138)/.stamp $(ENV_NEMO)/.stamp $(ENV_MEGATRON019)/.stamp) ## run the tests
@@ -83,6 +85,7 @@ accept: setup ## run the large random counts and keep their log as evidence
 	@mkdir -p docs/evidence
 	@$(PY) scripts/accept.py --jobs $(ACCEPT_JOBS) | tee docs/evidence/accept.log
 	@$(PY) scripts/oracle_table.py --layouts $(ACCEPT_LAYOUTS) | tee docs/evidence/legality-oracle.log
+	@$(PY) scripts/search_oracle.py --instances $(ACCEPT_INSTANCES) | tee docs/evidence/search-oracle.log
 	@$(PY) scripts/hostile_inputs.py --inputs $(ACCEPT_INPUTS) | tee docs/evidence/hostile-inputs.log
 
 bench: setup ## time the planner and the solver

@@ -21,7 +21,7 @@ from cython_dp.columns import (
     Feature,
     Param,
 )
-from cython_dp.reference import chunk_times, stage_features
+from cython_dp.reference import LEAVES, Found, chunk_times, stage_features
 
 IMPLEMENTATION = os.environ.get("NEST_DP_IMPL", "cython")
 
@@ -30,16 +30,19 @@ if TYPE_CHECKING or IMPLEMENTATION == "python":
         Problem,
         best_first,
         bounds,
+        cycle_period,
         in_flight,
         pipeline_bound,
+        quick_bounds,
         simulate,
         smallest_block,
         step_time,
     )
 elif IMPLEMENTATION == "cython":
     try:
-        from cython_dp.schedule import in_flight, pipeline_bound, simulate
-        from cython_dp.search import Problem, best_first, bounds, smallest_block, step_time
+        from cython_dp.problem import Problem, bounds, smallest_block, step_time
+        from cython_dp.schedule import cycle_period, in_flight, pipeline_bound, simulate
+        from cython_dp.search import best_first, quick_bounds
     except ImportError as error:
         raise ImportError(
             f"the compiled solver of cython_dp cannot be loaded ({error}); build it with "
@@ -50,6 +53,7 @@ else:
 
 __all__ = [
     "IMPLEMENTATION",
+    "LEAVES",
     "NUM_COLUMNS",
     "NUM_FEATURES",
     "NUM_KINDS",
@@ -59,13 +63,16 @@ __all__ = [
     "RECOMPUTE_UNIFORM",
     "Column",
     "Feature",
+    "Found",
     "Param",
     "Problem",
     "best_first",
     "bounds",
     "chunk_times",
+    "cycle_period",
     "in_flight",
     "pipeline_bound",
+    "quick_bounds",
     "simulate",
     "smallest_block",
     "stage_features",

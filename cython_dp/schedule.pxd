@@ -18,16 +18,18 @@ cdef Chunk split_chunk(
 cdef int64_t alive_forwards(int p, int v, int m, int group, int rank, int chunk) noexcept nogil
 
 cdef void fill_times(
-    const int32_t[::1] sizes, const int32_t[:, ::1] prefix, int p, int v, int mode, int num_recompute,
+    const int32_t* sizes, const int32_t[:, ::1] prefix, int p, int v, int mode, int num_recompute,
     const float64_t[::1] times, float64_t* forward, float64_t* backward) noexcept nogil
 
 cdef float64_t busy(
     const float64_t* forward, const float64_t* backward, int p, int v, int rank) noexcept nogil
 
 cdef float64_t bound(
-    const float64_t* forward, const float64_t* backward, int p, int v, int m, float64_t hop) noexcept nogil
+    const float64_t* forward, const float64_t* backward, int p, int v, int m, int group,
+    const float64_t* hop) noexcept nogil
 
+# `hop`: p link latencies, entry r from rank r to (r + 1) % p.
 # `end_f`, `end_b`: p*v*m scratch; `clock`: p scratch; `position`: p scratch.  Returns -1.0 on deadlock.
 cdef float64_t run(
-    const float64_t* forward, const float64_t* backward, int p, int v, int m, int group, float64_t hop,
+    const float64_t* forward, const float64_t* backward, int p, int v, int m, int group, const float64_t* hop,
     float64_t* end_f, float64_t* end_b, float64_t* clock, int32_t* position) noexcept nogil

@@ -59,7 +59,7 @@ cdef int64_t alive_forwards(int p, int v, int m, int group, int rank, int chunk)
 
 
 cdef void fill_times(
-    const int32_t[::1] sizes, const int32_t[:, ::1] prefix, int p, int v, int mode, int num_recompute,
+    const int32_t* sizes, const int32_t[:, ::1] prefix, int p, int v, int mode, int num_recompute,
     const float64_t[::1] times, float64_t* forward, float64_t* backward
 ) noexcept nogil:
     cdef int j, k, start = 0
@@ -95,20 +95,69 @@ cdef float64_t busy(
     return total
 
 
-cdef float64_t bound(
-    const float64_t* forward, const float64_t* backward, int p, int v, int m, float64_t hop
+cdef float64_t plain_paths(
+    const float64_t* forward, const float64_t* backward, int p, int m, const float64_t* hop
 ) noexcept nogil:
-    cdef float64_t best = 0.0, head = 0.0, trip
-    cdef int rank, j
+    cdef float64_t best = 0.0, head = 0.0, trip = 0.0, f, b, edges
+    cdef int rank, j, window, cycles
+    for j in range(1, p):
+        trip += forward[j] + backward[j] + 2 * hop[j - 1]
     for rank in range(p):
-        best = fmax(best, head + m * busy(forward, backward, p, v, rank))
-        if v == 1:
-            trip = 2 * hop * (p - 1 - rank)
-            for j in range(rank, p):
-                trip += forward[j] + backward[j]
-            best = fmax(best, head + ((m - 1) // (p - rank) + 1) * trip)
-        head += forward[rank] + backward[rank] + 2 * hop
-    return best * BOUND_SAFETY
+        f = forward[rank]
+        b = backward[rank]
+        window = p - rank
+        if m > window:
+            edges = fmax((window - 1) * f, trip) + fmax((window - 1) * b, trip)
+            best = fmax(best, head + (m - window + 1) * (f + b) + edges)
+            cycles = (m - 1) // window
+            best = fmax(
+                best, head + (1 + cycles) * trip + (m - <int64_t>cycles * (window - 1)) * (f + b)
+            )
+        else:
+            best = fmax(best, head + f + b + fmax((m - 1) * (f + b), trip + (m - 1) * fmax(f, b)))
+        head += f + b + 2 * hop[rank]
+        if rank + 1 < p:
+            trip -= forward[rank + 1] + backward[rank + 1] + 2 * hop[rank]
+    return best
+
+
+cdef float64_t interleaved_paths(
+    const float64_t* forward, const float64_t* backward, int p, int v, int m, int group, const float64_t* hop
+) noexcept nogil:
+    cdef float64_t best = 0.0, head = 0.0, down = 0.0, up = 0.0, work, edges, local_f, local_b
+    cdef int rank, j, chunk, last = (v - 1) * p
+    cdef int64_t count
+    for j in range(1, p * v):
+        down += forward[j] + hop[(j - 1) % p]
+        up += backward[j] + hop[(j - 1) % p]
+        if j > last:
+            down += backward[j] + hop[j - last - 1]
+            up += forward[j] + hop[j - last - 1]
+    for rank in range(p):
+        work = m * busy(forward, backward, p, v, rank)
+        edges = 0.0
+        if m % group == 0 and <int64_t>m * v > 2 * (p - rank - 1) + <int64_t>(v - 1) * group + 1:
+            local_f = -forward[rank]
+            local_b = -backward[rank]
+            for chunk in range(v):
+                count = alive_forwards(p, v, m, group, rank, chunk)
+                local_f += count * forward[chunk * p + rank]
+                local_b += count * backward[chunk * p + rank]
+            edges = fmax(0.0, down - local_f) + fmax(0.0, up - local_b)
+        best = fmax(best, head + work + edges)
+        head += forward[rank] + backward[rank] + 2 * hop[rank]
+        if rank + 1 < p:
+            down -= forward[rank + 1] + hop[rank] + backward[last + rank + 1] + hop[rank]
+            up -= backward[rank + 1] + hop[rank] + forward[last + rank + 1] + hop[rank]
+    return best
+
+
+cdef float64_t bound(
+    const float64_t* forward, const float64_t* backward, int p, int v, int m, int group, const float64_t* hop
+) noexcept nogil:
+    if v == 1:
+        return plain_paths(forward, backward, p, m, hop) * BOUND_SAFETY
+    return interleaved_paths(forward, backward, p, v, m, group, hop) * BOUND_SAFETY
 
 
 cdef inline void forward_at(int number, int v, int m, int group, int* chunk, int* micro) noexcept nogil:
@@ -126,8 +175,8 @@ cdef inline void forward_at(int number, int v, int m, int group, int* chunk, int
 
 
 cdef float64_t run(
-    const float64_t* forward, const float64_t* backward, int p, int v, int m, int group, float64_t hop,
-    float64_t* end_f, float64_t* end_b, float64_t* clock, int32_t* position
+    const float64_t* forward, const float64_t* backward, int p, int v, int m, int group,
+    const float64_t* hop, float64_t* end_f, float64_t* end_b, float64_t* clock, int32_t* position
 ) noexcept nogil:
     cdef int64_t total = <int64_t>m * v
     cdef int64_t left = 2 * total * p, before, i
@@ -167,7 +216,7 @@ cdef float64_t run(
                         ready = end_f[<int64_t>(j - 1) * m + micro]
                         if ready < 0:
                             break
-                        ready += hop
+                        ready += hop[rank - 1 if rank > 0 else p - 1]
                     clock[rank] = fmax(clock[rank], ready) + forward[j]
                     end_f[<int64_t>j * m + micro] = clock[rank]
                 else:
@@ -180,7 +229,7 @@ cdef float64_t run(
                         ready = end_b[<int64_t>(j + 1) * m + micro]
                         if ready < 0:
                             break
-                        ready += hop
+                        ready += hop[rank]
                     clock[rank] = fmax(clock[rank], ready) + backward[j]
                     end_b[<int64_t>j * m + micro] = clock[rank]
                 position[rank] += 1
@@ -192,12 +241,24 @@ cdef float64_t run(
     return last
 
 
-def simulate(forward, backward, int p, int v, int m, int group, double p2p_s):
+def hop_times(p2p_s, int p):
+    """Return the latency of each link as (p,) float64; see ``reference.hop_times``."""
+    if p == 1:
+        return np.zeros(1)
+    if isinstance(p2p_s, (int, float)):
+        return np.full(p, float(p2p_s))
+    hops = np.ascontiguousarray(p2p_s, dtype=np.float64)
+    if hops.shape != (p,):
+        raise ValueError(f"expected {p} link latencies, got {hops.shape}")
+    return hops
+
+
+def simulate(forward, backward, int p, int v, int m, int group, p2p_s):
     """Return the makespan in seconds of one step's pipeline; see ``reference.simulate``."""
     cdef float64_t[::1] f = np.ascontiguousarray(forward, dtype=np.float64)
     cdef float64_t[::1] b = np.ascontiguousarray(backward, dtype=np.float64)
-    if f.shape[0] != p * v or b.shape[0] != p * v or p < 1 or v < 1 or m < 1 or group < 1:
-        raise ValueError(f"expected {p * v} chunk times, got {f.shape[0]} and {b.shape[0]}")
+    check_chunks(f.shape[0], b.shape[0], p, v, m, group)
+    cdef float64_t[::1] hop = hop_times(p2p_s, p)
     cdef int64_t cells = <int64_t>p * v * m
     cdef float64_t* ends = <float64_t*>malloc((2 * cells + p) * sizeof(float64_t))
     cdef int32_t* position = <int32_t*>malloc(p * sizeof(int32_t))
@@ -208,8 +269,7 @@ def simulate(forward, backward, int p, int v, int m, int group, double p2p_s):
         raise MemoryError()
     with nogil:
         result = run(
-            &f[0], &b[0], p, v, m, group, p2p_s if p > 1 else 0.0,
-            ends, ends + cells, ends + 2 * cells, position
+            &f[0], &b[0], p, v, m, group, &hop[0], ends, ends + cells, ends + 2 * cells, position
         )
     free(ends)
     free(position)
@@ -218,11 +278,36 @@ def simulate(forward, backward, int p, int v, int m, int group, double p2p_s):
     return result
 
 
-def pipeline_bound(forward, backward, int p, int v, int m, double p2p_s):
+cdef int check_chunks(
+    Py_ssize_t forwards, Py_ssize_t backwards, int p, int v, int m, int group
+) except -1:
+    if forwards != p * v or backwards != p * v or p < 1 or v < 1 or m < 1 or group < 1:
+        raise ValueError(f"expected {p * v} chunk times, got {forwards} and {backwards}")
+    return 0
+
+
+def cycle_period(forward, backward, int p, p2p_s):
+    """Return the steady-state seconds per micro-batch of 1F1B; see ``reference.cycle_period``."""
+    cdef float64_t[::1] f = np.ascontiguousarray(forward, dtype=np.float64)
+    cdef float64_t[::1] b = np.ascontiguousarray(backward, dtype=np.float64)
+    check_chunks(f.shape[0], b.shape[0], p, 1, 1, 1)
+    cdef float64_t[::1] hop = hop_times(p2p_s, p)
+    cdef float64_t period = 0.0, trip = 0.0, load
+    cdef int rank
+    for rank in range(p - 1, -1, -1):
+        load = f[rank] + b[rank]
+        trip += load + (2 * hop[rank] if rank < p - 1 else 0.0)
+        period = fmax(period, fmax(load, trip / (p - rank)))
+    return period
+
+
+def pipeline_bound(forward, backward, int p, int v, int m, int group, p2p_s):
     """Return a proven lower bound of ``simulate``; see ``reference.pipeline_bound``."""
     cdef float64_t[::1] f = np.ascontiguousarray(forward, dtype=np.float64)
     cdef float64_t[::1] b = np.ascontiguousarray(backward, dtype=np.float64)
-    return bound(&f[0], &b[0], p, v, m, p2p_s if p > 1 else 0.0)
+    check_chunks(f.shape[0], b.shape[0], p, v, m, group)
+    cdef float64_t[::1] hop = hop_times(p2p_s, p)
+    return bound(&f[0], &b[0], p, v, m, group, &hop[0])
 
 
 def in_flight(int p, int v, int m, int group, int rank):

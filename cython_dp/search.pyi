@@ -1,30 +1,15 @@
-"""Types of the compiled search; meaning and units: ``cython_dp.reference``."""
+"""Types of the compiled search; meaning and units: ``cython_dp.reference.search``."""
 
-from cython_dp.reference import Float64, Int32, Int64
+from cython_dp.problem import Problem
+from cython_dp.reference import Float64, Found
 
-class Problem:
-    def __init__(
-        self,
-        *,
-        prefix: Int32,
-        node_pp: Int32,
-        node_m: Int32,
-        node_times: Float64,
-        node_params: Int64,
-        node_memory: Int64,
-        node: Int32,
-        vpp: Int32,
-        group: Int32,
-        mode: Int32,
-        num_recompute: Int32,
-        split_start: Int32,
-        sizes: Int32,
-    ) -> None: ...
-    def __len__(self) -> int: ...
-
-def bounds(problem: Problem) -> tuple[Float64, Float64, Int64, Int32, Int32]: ...
-def smallest_block(problem: Problem, limit_bytes: int) -> Int32: ...
-def step_time(problem: Problem, i: int, extra_s: float) -> float: ...
+def quick_bounds(problem: Problem, limit_bytes: int) -> Float64: ...
 def best_first(
-    problem: Problem, order: Int64, bound_s: Float64, extra_s: Float64, slack: float
-) -> tuple[Float64, int]: ...
+    problem: Problem,
+    limit_bytes: int,
+    slack: float = 0.0,
+    *,
+    cutoff_s: float = ...,
+    leaves: int = ...,
+    budget: int = ...,
+) -> Found: ...

@@ -1,365 +1,403 @@
-"""Compiled bounds, memory and best-first simulation of many candidates; twin: ``cython_dp.reference``."""
+"""Compiled best-first search; twin, with the order of every step: ``cython_dp.reference.search``."""
 
-from libc.math cimport ceil, fmax, fmin, sqrt
+from libc.math cimport fmin, isfinite
 from libc.stdlib cimport free, malloc
 
 import numpy as np
 
 from cython_dp._typedefs cimport float64_t, int32_t, int64_t
-from cython_dp.schedule cimport NUM_KINDS, Chunk, alive_forwards, bound, busy, fill_times, run, split_chunk
+from cython_dp.problem cimport (
+    AGAIN,
+    B_FIRST,
+    B_LAST,
+    BACKWARD,
+    BLOCK,
+    F_FIRST,
+    F_LAST,
+    FORWARD,
+    NUM_FEATURES,
+    UNIFORM,
+    UNIT,
+    Bounded,
+    Problem,
+    Scratch,
+    bound_of,
+    fewest_recomputed,
+    hop_seconds,
+    largest_phase,
+    rank_features,
+    time_of,
+)
+from cython_dp.quick cimport extra_floor, has_room, quick_time
+from cython_dp.schedule cimport NUM_KINDS
+from cython_dp.split cimport (
+    FreeSplit,
+    ceiling_seconds,
+    feasible,
+    first_split,
+    path_seconds,
+    smallest_limit,
+)
 
-from cython_dp.columns import NUM_FEATURES as _NUM_FEATURES
-from cython_dp.columns import NUM_KINDS as _NUM_KINDS
+from cython_dp.reference import BOUND_SAFETY as _BOUND_SAFETY
+from cython_dp.reference import LEAVES, Found
 
-# Must equal ``columns.Feature`` / ``Column`` / ``Param``; tests compare both implementations on every column.
-cdef enum:
-    ONE = 0
-    FIRST = 1
-    LAST = 2
-    ANY = 3
-    LIVE_FIRST = 4
-    LIVE_UNITS = 5
-    LIVE_CHUNKS = 6
-    LIVE_EDGES = 7
-    HELD = 8
-    LIVE = 12
-    HAS = 16
-    UNIT = 20
-    NUM_FEATURES = 24
-
-cdef enum:
-    P2P = 16
-    P2P_HIDDEN = 17
-    SYNC_ALPHA_DENSE = 18
-    SYNC_BETA_DENSE = 19
-    SYNC_ALPHA_EXPERT = 20
-    SYNC_BETA_EXPERT = 21
-    BUCKET = 22
-    SYNC_HIDDEN = 23
-    OPTIMIZER_DENSE = 24
-    OPTIMIZER_EXPERT = 25
-
-cdef enum:
-    DENSE_PARAMS = 0
-    EXPERT_PARAMS = 4
-    FIRST_PARAMS = 8
-    LAST_PARAMS = 9
-
-cdef enum:
-    UNIFORM = 1
-    BLOCK = 2
-
-cdef float64_t DP_WINDOW_SHARE = 0.8
-cdef float64_t FILL_WEIGHT = 0.75
-
-if NUM_FEATURES != _NUM_FEATURES or NUM_KINDS != _NUM_KINDS:
-    raise ImportError("cython_dp.search was built against another columns.py: rebuild the extension")
+cdef float64_t BOUND_SAFETY = _BOUND_SAFETY
+cdef float64_t np_inf = np.inf
 
 
-cdef void rank_features(
-    const int32_t[::1] sizes, const int32_t[::1] starts, const int32_t[:, ::1] prefix,
-    int p, int v, int m, int group, int mode, int num_recompute, int rank, int64_t* row
+cdef inline const int32_t* chosen_sizes(Problem problem, Py_ssize_t i, int choice) noexcept nogil:
+    return &problem.sizes[problem.choices[problem.choice_first[i] + choice]]
+
+
+cdef bint listed(
+    Problem problem, Scratch scratch, Py_ssize_t i, int choice, int64_t limit_bytes, float64_t cutoff_s,
+    Bounded* found, int* num_recompute
 ) noexcept nogil:
-    cdef int i, k, chunk, j
-    cdef int64_t alive, unit
-    cdef Chunk part
-    for i in range(NUM_FEATURES):
-        row[i] = 0
-    row[ONE] = 1
-    row[FIRST] = rank == 0
-    row[LAST] = rank == p - 1
-    for chunk in range(v):
-        j = chunk * p + rank
-        part = split_chunk(sizes[j], starts[j], prefix, mode, num_recompute)
-        alive = alive_forwards(p, v, m, group, rank, chunk)
-        row[LIVE_UNITS] += alive * part.units
-        row[LIVE_CHUNKS] += alive
-        if sizes[j] > 0:
-            row[LIVE_EDGES] += alive
-        if j == 0:
-            row[LIVE_FIRST] += alive
-        unit = 1
-        if mode == UNIFORM:
-            unit = num_recompute if num_recompute < sizes[j] else sizes[j]
-        for k in range(NUM_KINDS):
-            row[HELD + k] += part.plain[k] + part.again[k]
-            row[LIVE + k] += alive * part.plain[k]
-            if part.again[k] > 0 and unit > row[UNIT + k]:
-                row[UNIT + k] = unit
-    for k in range(NUM_KINDS):
-        if row[HELD + k] > 0:
-            row[HAS + k] = 1
-            row[ANY] = 1
+    # Whether one listed split fits and may keep `cutoff_s`, with its bound and its recomputed layers.
+    cdef const int32_t* sizes = chosen_sizes(problem, i, choice)
+    num_recompute[0] = problem.num_recompute[i]
+    if problem.mode[i] == BLOCK and num_recompute[0] == 0:
+        num_recompute[0] = fewest_recomputed(problem, scratch, i, sizes, limit_bytes)
+        if num_recompute[0] == 0:
+            return False
+    found[0] = bound_of(problem, scratch, i, sizes, num_recompute[0])
+    return found.peak <= limit_bytes and found.bound_s <= cutoff_s
 
 
-cdef float64_t bucketed(float64_t params, float64_t alpha, float64_t beta, float64_t bucket) noexcept nogil:
-    cdef float64_t buckets, each
-    if params <= 0 or (alpha == 0 and beta == 0):
-        return 0.0
-    buckets = ceil(params / bucket)
-    each = params / buckets * beta
-    return buckets * (alpha + each + FILL_WEIGHT * sqrt(alpha * each))
+def quick_bounds(Problem problem, int64_t limit_bytes):
+    """Return (C,) seconds that no split of a candidate can beat; see ``reference.quick_bounds``."""
+    cdef Py_ssize_t count = problem.node.shape[0], i
+    quick_s = np.full(count, np.inf)
+    cdef float64_t[::1] view = quick_s
+    cdef Scratch scratch = Scratch(problem.max_chunks, 1)
+    cdef Bounded found
+    cdef int num_recompute
+    with nogil:
+        for i in range(count):
+            if problem.free[i] or problem.choice_count[i] != 1:
+                if has_room(problem, i, limit_bytes, problem.num_recompute[i] or problem.num_layers):
+                    view[i] = quick_time(problem, i)
+            elif listed(problem, scratch, i, 0, limit_bytes, np_inf, &found, &num_recompute):
+                view[i] = found.bound_s
+    return quick_s
 
 
-cdef class Problem:
-    """The arrays of one search; meaning and shapes as in ``reference.Problem``."""
+cdef class _Search:
+    """The state of one search."""
 
-    cdef const int32_t[:, ::1] prefix
-    cdef const int32_t[::1] node_pp, node_m
-    cdef const int32_t[::1] node, vpp, group, mode, num_recompute, split_start, sizes
-    cdef const float64_t[:, ::1] node_times
-    cdef const int64_t[:, ::1] node_params
-    cdef const int64_t[:, :, ::1] node_memory
-    cdef int64_t max_cells
-    cdef int max_chunks
+    cdef Problem problem
+    cdef Scratch scratch
+    cdef FreeSplit split
+    cdef void* owned
+    cdef int32_t* sizes
+    cdef int32_t* start_at
+    cdef int32_t* end_at
+    cdef int32_t* one_size
+    cdef int32_t* one_start
+    cdef int64_t limit_bytes
+    cdef float64_t slack, cutoff_s, best_s
+    cdef int64_t leaves, budget, evaluated
+    cdef Py_ssize_t unfinished
+    cdef object time_s, num_recompute, found_sizes, open
+    cdef float64_t[::1] times
+    cdef int64_t[::1] recomputed
 
-    def __init__(
-        self, *, prefix, node_pp, node_m, node_times, node_params, node_memory, node, vpp, group, mode,
-        num_recompute, split_start, sizes
+    def __cinit__(
+        self, Problem problem, int64_t limit_bytes, double slack, double cutoff_s, int64_t leaves,
+        int64_t budget
     ):
-        self.prefix = prefix
-        self.node_pp = node_pp
-        self.node_m = node_m
-        self.node_times = node_times
-        self.node_params = node_params
-        self.node_memory = node_memory
-        self.node = node
-        self.vpp = vpp
-        self.group = group
-        self.mode = mode
-        self.num_recompute = num_recompute
-        self.split_start = split_start
-        self.sizes = sizes
-        count = len(node)
-        for name, array in (("vpp", vpp), ("group", group), ("mode", mode), ("num_recompute", num_recompute)):
-            if len(array) != count:
-                raise ValueError(f"{name} has {len(array)} entries for {count} candidates")
-        self.max_chunks = 1
-        self.max_cells = 1
-        if count:
-            chunks = np.asarray(node_pp, dtype=np.int64)[node] * vpp
-            if int(np.max(np.asarray(split_start) + chunks)) > len(sizes):
-                raise ValueError("a candidate's split reaches past the end of sizes")
-            self.max_chunks = int(chunks.max())
-            self.max_cells = int((chunks * np.asarray(node_m)[node]).max())
-
-    def __len__(self):
-        """Return the number of candidates."""
-        return self.node.shape[0]
-
-
-cdef class Scratch:
-    """Working memory of one thread: chunk times, chunk starts, event times."""
-
-    cdef float64_t* times
-    cdef float64_t* ends
-    cdef float64_t* clock
-    cdef int32_t* position
-    cdef int64_t cells
-    cdef int chunks
-    cdef object starts_owner
-    cdef int32_t[::1] starts
-
-    def __cinit__(self, int chunks, int64_t cells):
-        self.chunks = chunks
-        self.cells = cells
-        self.times = <float64_t*>malloc(2 * chunks * sizeof(float64_t))
-        self.ends = <float64_t*>malloc(2 * cells * sizeof(float64_t))
-        self.clock = <float64_t*>malloc(chunks * sizeof(float64_t))
-        self.position = <int32_t*>malloc(chunks * sizeof(int32_t))
-        if self.times == NULL or self.ends == NULL or self.clock == NULL or self.position == NULL:
+        cdef Py_ssize_t count = problem.node.shape[0]
+        cdef int p = problem.max_chunks, width = problem.num_layers + 1
+        cdef size_t floats = 2 * width, ints = 2 * p * width + width + 1 + 5 * p, chars = (p + 1) * width
+        cdef float64_t* floating
+        cdef int32_t* integers
+        self.problem = problem
+        self.scratch = Scratch(problem.max_chunks, problem.max_cells)
+        self.owned = malloc(floats * sizeof(float64_t) + ints * sizeof(int32_t) + chars)
+        if self.owned == NULL:
             raise MemoryError()
-        self.starts_owner = np.zeros(chunks + 1, dtype=np.int32)
-        self.starts = self.starts_owner
+        floating = <float64_t*>self.owned
+        self.split.forward_s = floating
+        self.split.backward_s = floating + width
+        integers = <int32_t*>(floating + floats)
+        self.split.reach = integers
+        self.split.farthest = integers + p * width
+        self.split.following = integers + 2 * p * width
+        self.sizes = self.split.following + width + 1
+        self.start_at = self.sizes + p
+        self.end_at = self.start_at + p
+        self.one_size = self.end_at + p
+        self.one_start = self.one_size + p
+        self.split.starts = <char*>(integers + ints)
+        self.limit_bytes = limit_bytes
+        self.slack = slack
+        self.cutoff_s = cutoff_s
+        self.leaves = leaves
+        self.budget = budget
+        self.best_s = np_inf
+        self.evaluated = 0
+        self.unfinished = 0
+        self.time_s = np.full(count, np.nan)
+        self.num_recompute = np.zeros(count, dtype=np.int64)
+        self.times = self.time_s
+        self.recomputed = self.num_recompute
+        self.found_sizes = {}
+        self.open = []
 
     def __dealloc__(self):
-        free(self.times)
-        free(self.ends)
-        free(self.clock)
-        free(self.position)
+        free(self.owned)
 
+    cdef inline float64_t keep_s(self) noexcept:
+        return fmin(self.best_s * (1.0 + self.slack), self.cutoff_s)
 
-cdef int64_t peak_of(
-    Problem problem, Scratch scratch, Py_ssize_t i, int num_recompute
-) noexcept nogil:
-    # Largest allocated bytes over ranks and phases; `scratch.starts` must be filled.
-    cdef int node = problem.node[i], p = problem.node_pp[node], v = problem.vpp[i], m = problem.node_m[node]
-    cdef int offset = problem.split_start[i], rank, phase, k
-    cdef const int32_t[::1] sizes = problem.sizes[offset:offset + p * v]
-    cdef int64_t row[NUM_FEATURES]
-    cdef int64_t value, peak = -1
-    for rank in range(p):
-        rank_features(
-            sizes, scratch.starts, problem.prefix, p, v, m, problem.group[i], problem.mode[i],
-            num_recompute, rank, row
-        )
-        for phase in range(problem.node_memory.shape[1]):
-            value = 0
-            for k in range(NUM_FEATURES):
-                value += row[k] * problem.node_memory[node, phase, k]
-            if value > peak:
-                peak = value
-    return peak
+    cdef int simulate(
+        self, Py_ssize_t i, int num_recompute, const int32_t* sizes, float64_t extra_s
+    ) except -1:
+        cdef float64_t seconds = time_of(self.problem, self.scratch, i, sizes, num_recompute, extra_s)
+        cdef int chunks = self.problem.node_pp[self.problem.node[i]] * self.problem.vpp[i], j
+        if seconds < 0:
+            raise RuntimeError(f"pipeline schedule of candidate {i} deadlocks")
+        self.evaluated += 1
+        if not self.times[i] <= seconds:
+            self.times[i] = seconds
+            self.recomputed[i] = num_recompute
+            self.found_sizes[i] = tuple([sizes[j] for j in range(chunks)])
+        self.best_s = fmin(self.best_s, seconds)
+        return 0
 
+    cdef int visit(self, Py_ssize_t i) except -1:
+        cdef int choice, num_recompute
+        cdef Bounded found
+        if self.problem.free[i]:
+            return self.visit_counts(i)
+        items = []
+        for choice in range(self.problem.choice_count[i]):
+            if listed(
+                self.problem, self.scratch, i, choice, self.limit_bytes, self.keep_s(), &found,
+                &num_recompute
+            ):
+                items.append((found.bound_s, i, num_recompute, choice))
+        items.sort()
+        if items:
+            self.simulate_listed(items[0])
+            self.open.extend(items[1:])
+        return 0
 
-cdef int fill_starts(Problem problem, Scratch scratch, Py_ssize_t i) noexcept nogil:
-    # Layer index of each chunk's first layer; returns the largest chunk.
-    cdef int chunks = problem.node_pp[problem.node[i]] * problem.vpp[i]
-    cdef int offset = problem.split_start[i], j, largest = 0
-    scratch.starts[0] = 0
-    for j in range(chunks):
-        scratch.starts[j + 1] = scratch.starts[j] + problem.sizes[offset + j]
-        if problem.sizes[offset + j] > largest:
-            largest = problem.sizes[offset + j]
-    return largest
+    cdef int simulate_listed(self, item) except -1:
+        cdef Py_ssize_t i = item[1]
+        cdef int num_recompute = item[2]
+        cdef const int32_t* sizes = chosen_sizes(self.problem, i, item[3])
+        cdef Bounded found = bound_of(self.problem, self.scratch, i, sizes, num_recompute)
+        return self.simulate(i, num_recompute, sizes, found.extra_s)
 
+    cdef int visit_counts(self, Py_ssize_t i) except -1:
+        # Every number of recomputed layers that may be fastest: from the fewest that fit, while one can.
+        cdef Problem problem = self.problem
+        cdef int low = 1, high = problem.num_layers, middle, count
+        if problem.mode[i] != BLOCK or problem.num_recompute[i]:
+            return self.visit_free(i, problem.num_recompute[i])
+        # The fewest by the cheap test; a split without any memory limit must keep the time with as many.
+        while low < high:
+            middle = (low + high) // 2
+            if has_room(problem, i, self.limit_bytes, middle):
+                high = middle
+            else:
+                low = middle + 1
+        high = problem.num_layers
+        if not self.in_time(i, low) or not self.fits(i, high):
+            return 0
+        while low < high:
+            middle = (low + high) // 2
+            if self.fits(i, middle):
+                high = middle
+            else:
+                low = middle + 1
+        for count in range(low, problem.num_layers + 1):
+            if not self.in_time(i, count):
+                return 0
+            self.visit_free(i, count)
+        return 0
 
-cdef void bound_one(
-    Problem problem, Scratch scratch, Py_ssize_t i,
-    float64_t* bound_s, float64_t* extra_s, int64_t* peak, int32_t* worst_rank, int32_t* worst_phase
-) noexcept nogil:
-    cdef int node = problem.node[i], p = problem.node_pp[node], v = problem.vpp[i], m = problem.node_m[node]
-    cdef int group = problem.group[i], mode = problem.mode[i], num_recompute = problem.num_recompute[i]
-    cdef int offset = problem.split_start[i], rank, phase, k
-    cdef const int32_t[::1] sizes = problem.sizes[offset:offset + p * v]
-    cdef const float64_t[::1] times = problem.node_times[node]
-    cdef float64_t* forward = scratch.times
-    cdef float64_t* backward = scratch.times + scratch.chunks
-    cdef int64_t row[NUM_FEATURES]
-    cdef int64_t value, held, held_expert
-    cdef float64_t dense, expert, comm, sync = 0.0, optimizer = 0.0, hop
-    fill_starts(problem, scratch, i)
-    fill_times(sizes, problem.prefix, p, v, mode, num_recompute, times, forward, backward)
-    peak[0] = -1
-    for rank in range(p):
-        rank_features(
-            sizes, scratch.starts, problem.prefix, p, v, m, group, mode, num_recompute, rank, row
-        )
-        for phase in range(problem.node_memory.shape[1]):
-            value = 0
-            for k in range(NUM_FEATURES):
-                value += row[k] * problem.node_memory[node, phase, k]
-            if value > peak[0]:
-                peak[0] = value
-                worst_rank[0] = rank
-                worst_phase[0] = phase
-        held = row[FIRST] * problem.node_params[node, FIRST_PARAMS]
-        held += row[LAST] * problem.node_params[node, LAST_PARAMS]
-        held_expert = 0
+    cdef bint in_time(self, Py_ssize_t i, int num_recompute) noexcept:
+        # Whether some split keeps the time wanted, whatever memory it needs.
+        cdef int cell, cells = self.problem.node_pp[self.problem.node[i]] * (self.problem.num_layers + 1)
+        self.fill_times(i, num_recompute)
+        for cell in range(cells):
+            self.split.reach[cell] = self.problem.num_layers
+        return feasible(&self.split, self.path_limit(i, self.keep_s()))
+
+    cdef bint fits(self, Py_ssize_t i, int num_recompute) noexcept:
+        self.fill_times(i, num_recompute)
+        self.fill_reach(i, num_recompute)
+        return feasible(&self.split, ceiling_seconds(&self.split))
+
+    cdef inline float64_t path_limit(self, Py_ssize_t i, float64_t seconds) noexcept:
+        cdef float64_t floor_s = extra_floor(self.problem, self.problem.node[i])
+        return fmin((seconds - floor_s) / BOUND_SAFETY, ceiling_seconds(&self.split))
+
+    cdef void fill_times(self, Py_ssize_t i, int num_recompute) noexcept:
+        cdef Problem problem = self.problem
+        cdef int node = problem.node[i], x, k
+        cdef const float64_t[::1] times = problem.node_times[node]
+        cdef bint uniform = problem.mode[i] == UNIFORM, blocks = problem.mode[i] == BLOCK
+        cdef float64_t f, b, again
+        self.split.p = problem.node_pp[node]
+        self.split.m = problem.node_m[node]
+        self.split.num_layers = problem.num_layers
+        self.split.least = problem.least
+        self.split.num_again = num_recompute if blocks else 0
+        self.split.first_f = times[F_FIRST]
+        self.split.first_b = times[B_FIRST]
+        self.split.last_f = times[F_LAST]
+        self.split.last_b = times[B_LAST]
+        self.split.hop_s = hop_seconds(times, self.split.p, 1)
+        self.split.again_s = np_inf if blocks else 0.0
         for k in range(NUM_KINDS):
-            held += row[HELD + k] * problem.node_params[node, DENSE_PARAMS + k]
-            held_expert += row[HELD + k] * problem.node_params[node, EXPERT_PARAMS + k]
-        dense = <float64_t>held
-        expert = <float64_t>held_expert
-        comm = bucketed(dense, times[SYNC_ALPHA_DENSE], times[SYNC_BETA_DENSE], times[BUCKET])
-        comm += bucketed(expert, times[SYNC_ALPHA_EXPERT], times[SYNC_BETA_EXPERT], times[BUCKET])
-        sync = fmax(
-            sync,
-            comm - fmin(comm * times[SYNC_HIDDEN], DP_WINDOW_SHARE * busy(forward, backward, p, v, rank)),
+            if blocks and problem.prefix[k, problem.num_layers] > 0:
+                self.split.again_s = fmin(self.split.again_s, times[AGAIN + k])
+        for x in range(problem.num_layers + 1):
+            f = 0.0
+            b = 0.0
+            for k in range(NUM_KINDS):
+                again = times[AGAIN + k] if uniform else 0.0
+                f += problem.prefix[k, x] * times[FORWARD + k]
+                b += problem.prefix[k, x] * (times[BACKWARD + k] + again)
+            self.split.forward_s[x] = f
+            self.split.backward_s[x] = b
+
+    cdef bint stage_fits(self, Py_ssize_t i, int rank, int x, int y, int num_recompute, bint units) noexcept:
+        cdef Problem problem = self.problem
+        cdef int node = problem.node[i], p = problem.node_pp[node], k
+        cdef int64_t row[NUM_FEATURES]
+        cdef int32_t phase
+        self.one_size[rank] = y - x
+        self.one_start[rank] = x
+        rank_features(
+            self.one_size, self.one_start, problem.prefix, p, 1, problem.node_m[node], problem.group[i],
+            problem.mode[i], num_recompute, rank, row
         )
-        optimizer = fmax(optimizer, dense * times[OPTIMIZER_DENSE] + expert * times[OPTIMIZER_EXPERT])
-    extra_s[0] = sync + optimizer
-    hop = hop_time(times, p, v)
-    bound_s[0] = bound(forward, backward, p, v, m, hop) + extra_s[0]
+        if not units:
+            for k in range(NUM_KINDS):
+                row[UNIT + k] = 0
+        return largest_phase(problem.node_memory[node], row, &phase) <= self.limit_bytes
 
+    cdef void fill_reach(self, Py_ssize_t i, int num_recompute) noexcept:
+        cdef Problem problem = self.problem
+        cdef int p = problem.node_pp[problem.node[i]], width = problem.num_layers + 1, rank, x, y, k
+        cdef int kinds = 0
+        cdef bint units
+        cdef int32_t* reach
+        for k in range(NUM_KINDS):
+            kinds += problem.prefix[k, problem.num_layers] > 0
+        units = problem.mode[i] != BLOCK or kinds == 1
+        for rank in range(p):
+            reach = self.split.reach + rank * width
+            y = 0
+            for x in range(width):
+                if kinds == 1 and x > 0:
+                    reach[x] = x - 1
+                    if reach[0] >= 0:
+                        reach[x] = x + reach[0] if x + reach[0] < problem.num_layers else problem.num_layers
+                    continue
+                if y < x:
+                    y = x
+                while y < problem.num_layers and self.stage_fits(i, rank, x, y + 1, num_recompute, units):
+                    y += 1
+                reach[x] = y if self.stage_fits(i, rank, x, y, num_recompute, units) else x - 1
 
-cdef inline float64_t hop_time(const float64_t[::1] times, int p, int v) noexcept nogil:
-    if p == 1:
-        return 0.0
-    return times[P2P] * (1.0 - (times[P2P_HIDDEN] if v > 1 else 0.0))
+    cdef int visit_free(self, Py_ssize_t i, int num_recompute) except -1:
+        cdef float64_t limit_s, lower_s = 0.0, kept_s = 0.0
+        self.fill_times(i, num_recompute)
+        self.fill_reach(i, num_recompute)
+        limit_s = self.path_limit(i, self.keep_s())
+        if not feasible(&self.split, limit_s):
+            return 0
+        if smallest_limit(&self.split, fmin(limit_s, self.path_limit(i, self.best_s)), &lower_s, &kept_s):
+            limit_s = kept_s
+            lower_s = lower_s * BOUND_SAFETY + extra_floor(self.problem, self.problem.node[i])
+            self.open.append((lower_s, i, num_recompute, -1))
+        first_split(&self.split, limit_s, self.sizes)
+        return self.judge(i, num_recompute, self.keep_s())
 
+    cdef int judge(self, Py_ssize_t i, int num_recompute, float64_t below_s) except -1:
+        cdef Bounded found = bound_of(self.problem, self.scratch, i, self.sizes, num_recompute)
+        if found.peak <= self.limit_bytes and found.bound_s < below_s:
+            self.simulate(i, num_recompute, self.sizes, found.extra_s)
+        return 0
 
-cdef float64_t simulate_one(Problem problem, Scratch scratch, Py_ssize_t i, float64_t extra_s) noexcept nogil:
-    cdef int node = problem.node[i], p = problem.node_pp[node], v = problem.vpp[i], m = problem.node_m[node]
-    cdef int offset = problem.split_start[i]
-    cdef const float64_t[::1] times = problem.node_times[node]
-    cdef float64_t* forward = scratch.times
-    cdef float64_t* backward = scratch.times + scratch.chunks
-    cdef float64_t makespan
-    fill_times(
-        problem.sizes[offset:offset + p * v], problem.prefix, p, v, problem.mode[i],
-        problem.num_recompute[i], times, forward, backward
-    )
-    makespan = run(
-        forward, backward, p, v, m, problem.group[i], hop_time(times, p, v),
-        scratch.ends, scratch.ends + scratch.cells, scratch.clock, scratch.position
-    )
-    return makespan + extra_s if makespan >= 0 else -1.0
-
-
-def bounds(Problem problem):
-    """Return (bound_s, extra_s, peak_bytes, rank, phase) per candidate; see ``reference.bounds``."""
-    cdef Py_ssize_t count = problem.node.shape[0], i
-    bound_s, extra_s = np.empty(count), np.empty(count)
-    peak = np.empty(count, dtype=np.int64)
-    rank, phase = np.empty(count, dtype=np.int32), np.empty(count, dtype=np.int32)
-    cdef float64_t[::1] bound_view = bound_s, extra_view = extra_s
-    cdef int64_t[::1] peak_view = peak
-    cdef int32_t[::1] rank_view = rank, phase_view = phase
-    cdef Scratch scratch = Scratch(problem.max_chunks, 1)
-    with nogil:
-        for i in range(count):
-            bound_one(
-                problem, scratch, i,
-                &bound_view[i], &extra_view[i], &peak_view[i], &rank_view[i], &phase_view[i]
-            )
-    return bound_s, extra_s, peak, rank, phase
-
-
-def smallest_block(Problem problem, int64_t limit_bytes):
-    """Return the fewest recomputed layers per chunk that keep the limit; see ``reference.smallest_block``."""
-    cdef Py_ssize_t count = problem.node.shape[0], i
-    found = np.zeros(count, dtype=np.int32)
-    cdef int32_t[::1] view = found
-    cdef Scratch scratch = Scratch(problem.max_chunks, 1)
-    cdef int low, high, middle
-    with nogil:
-        for i in range(count):
-            if problem.mode[i] != BLOCK:
+    cdef bint finish(self, item) except *:
+        cdef Py_ssize_t i = item[1]
+        cdef int num_recompute = item[2], width = self.problem.num_layers + 1, rank, x, y
+        cdef int64_t leaf = 0
+        cdef float64_t floor_s = extra_floor(self.problem, self.problem.node[i])
+        if item[3] >= 0:
+            self.simulate_listed(item)
+            return True
+        self.fill_times(i, num_recompute)
+        self.fill_reach(i, num_recompute)
+        if not feasible(&self.split, self.path_limit(i, self.best_s)):
+            return True
+        rank = 0
+        self.start_at[0] = 0
+        self.end_at[0] = self.split.least - 1
+        while rank >= 0:
+            x = self.start_at[rank]
+            self.end_at[rank] += 1
+            y = self.end_at[rank]
+            if y > self.split.farthest[rank * width + x]:
+                rank -= 1
                 continue
-            low = 1
-            high = fill_starts(problem, scratch, i) - 1
-            if high < 1 or peak_of(problem, scratch, i, high) > limit_bytes:
+            if not self.split.starts[(rank + 1) * width + y]:
                 continue
-            while low < high:
-                middle = (low + high) // 2
-                if peak_of(problem, scratch, i, middle) <= limit_bytes:
-                    high = middle
-                else:
-                    low = middle + 1
-            view[i] = low
-    return found
+            if path_seconds(&self.split, rank, x, y) * BOUND_SAFETY >= self.best_s - floor_s:
+                continue
+            self.sizes[rank] = y - x
+            if rank < self.split.p - 1:
+                rank += 1
+                self.start_at[rank] = y
+                self.end_at[rank] = y + self.split.least - 1
+                continue
+            if leaf == self.leaves or self.evaluated >= self.budget:
+                return False
+            leaf += 1
+            self.judge(i, num_recompute, self.best_s)
+        return True
 
-
-def step_time(Problem problem, Py_ssize_t i, double extra_s):
-    """Return the simulated step time of candidate ``i``; see ``reference.step_time``."""
-    cdef Scratch scratch = Scratch(problem.max_chunks, problem.max_cells)
-    cdef float64_t result = simulate_one(problem, scratch, i, extra_s)
-    if result < 0:
-        raise RuntimeError(f"pipeline schedule of candidate {i} deadlocks")
-    return result
-
-
-def best_first(Problem problem, order, bound_s, extra_s, double slack):
-    """Simulate in ascending bounds until none can come within ``slack``; see ``reference.best_first``."""
-    cdef const int64_t[::1] order_view = np.ascontiguousarray(order, dtype=np.int64)
-    cdef const float64_t[::1] bound_view = bound_s, extra_view = extra_s
-    simulated = np.full(len(problem), np.nan)
-    cdef float64_t[::1] simulated_view = simulated
-    cdef Scratch scratch = Scratch(problem.max_chunks, problem.max_cells)
-    cdef Py_ssize_t number, i, evaluated = 0, failed = -1
-    cdef float64_t best = np.inf
-    with nogil:
-        for number in range(order_view.shape[0]):
-            i = order_view[number]
-            if bound_view[i] > best * (1.0 + slack):
+    cdef object run(self):
+        quick_s = quick_bounds(self.problem, self.limit_bytes)
+        cdef float64_t[::1] quick = quick_s
+        cdef const int64_t[::1] order = np.argsort(quick_s, kind="stable")
+        cdef Py_ssize_t number, i
+        cdef float64_t lower_s = np_inf
+        for number in range(order.shape[0]):
+            i = order[number]
+            if quick[i] > self.keep_s() or not isfinite(quick[i]):
                 break
-            simulated_view[i] = simulate_one(problem, scratch, i, extra_view[i])
-            if simulated_view[i] < 0:
-                failed = i
+            if self.evaluated >= self.budget:
+                lower_s = fmin(lower_s, quick[i])
                 break
-            best = fmin(best, simulated_view[i])
-            evaluated += 1
-    if failed >= 0:
-        raise RuntimeError(f"pipeline schedule of candidate {failed} deadlocks")
-    return simulated, evaluated
+            self.visit(i)
+        for item in sorted(self.open):
+            if item[0] >= self.best_s:
+                break
+            if self.evaluated >= self.budget or not self.finish(item):
+                self.unfinished += 1
+                lower_s = fmin(lower_s, item[0])
+        return Found(
+            time_s=self.time_s,
+            num_recompute=self.num_recompute,
+            sizes=self.found_sizes,
+            lower_bound_s=min(lower_s, self.best_s),
+            evaluated=self.evaluated,
+            unfinished=self.unfinished,
+            out_of_memory=int(np.isinf(quick_s).sum()),
+        )
+
+
+def best_first(
+    Problem problem, limit_bytes, slack=0.0, *, cutoff_s=np.inf, leaves=LEAVES, budget=2**62
+):
+    """Return the fastest candidates within memory; see ``reference.best_first``."""
+    cdef _Search search = _Search(problem, limit_bytes, slack, cutoff_s, leaves, budget)
+    return search.run()

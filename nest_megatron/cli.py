@@ -1,4 +1,4 @@
-"""The command line: ``nest-megatron plan``, ``check``, ``explain``, ``doctor``, ``validate``, ``calibrate``.
+"""The command line: ``nest-megatron plan``, ``check``, ``explain``, ``doctor``, ``validate`` and others.
 
 Imports stay light, so that ``--help`` answers at once: everything else is imported when a command runs.
 """
@@ -13,7 +13,15 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nest_megatron.commands import run_calibrate, run_check, run_doctor, run_explain, run_plan, run_validate
+from nest_megatron.commands import (
+    run_calibrate,
+    run_check,
+    run_doctor,
+    run_explain,
+    run_plan,
+    run_replan,
+    run_validate,
+)
 from nest_megatron.errors import NestError, PlannerFault
 from nest_megatron.output import TRACEBACK_VARIABLE, fail, version
 
@@ -66,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--write-config", metavar="OUT", help="write the configuration with the plan's edits as YAML"
     )
+    plan.add_argument(
+        "--robust",
+        choices=("worst", "cvar"),
+        help="plan for the scenarios of the cluster file: least worst case, or least CVaR at 80 %%",
+    )
     _job_command(commands, "check", "judge the layout of the configuration as it is", run_check)
     why = _job_command(commands, "explain", "answer why the plan is not another layout", run_explain)
     why.add_argument(
@@ -86,14 +99,44 @@ def _parser() -> argparse.ArgumentParser:
     _doctor_command(commands)
     _validate_command(commands)
     _calibrate_command(commands)
+    _replan_command(commands)
     return parser
+
+
+def _replan_command(commands: Any) -> None:
+    purpose = "plan again after a change: a lost node, a slow link, other nodes, another size"
+    command = _command(commands, "replan", purpose, run_replan)
+    add = command.add_argument
+    add("--plan", required=True, metavar="PLAN.json", help="the plan that is running")
+    add(
+        "--changed",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="KIND=VALUE",
+        help="lost=NODES, degraded=NAME:FACTOR, nodes=NODES, topology=FILE, cluster=C, gpus=N",
+    )
+    add("--config", metavar="FILE", help="the plan's configuration; default: where the plan says it was")
+    add("--keep-layout", action="store_true", help="recompute only the rank map, as after a requeue")
+    add(
+        "--min-gain",
+        type=percent,
+        metavar="PERCENT",
+        help="step time that another layout must save before the old one is given up (default: 3)",
+    )
+    add("--json", metavar="OUT", help="write the new plan, or the failure, as JSON; - is standard output")
 
 
 def _calibrate_command(commands: Any) -> None:
     purpose = "learn from one measured run; every later plan for that machine and stack uses it"
     command = _command(commands, "calibrate", purpose, run_calibrate)
-    command.add_argument("what", choices=("memory",), help="the quantity that the run measured")
-    command.add_argument("run_record", metavar="RUN.json", help="one record of the measured schema")
+    command.add_argument("what", choices=("memory", "step"), help="the quantity that the run measured")
+    command.add_argument(
+        "run_records",
+        nargs="+",
+        metavar="RUN.json",
+        help="one record of the measured schema; step takes several runs of one model",
+    )
     command.set_defaults(json=None)
 
 
@@ -108,6 +151,15 @@ def _validate_command(commands: Any) -> None:
     command.add_argument("--family", action="append", default=[], help="only this family; may be repeated")
     command.add_argument("--exclude", default="", help="record ids to leave out, separated by commas")
     command.add_argument("--where", metavar="FIELD", help="only records in which this field is not null")
+    command.add_argument(
+        "--subsets", metavar="FILE", help="JSON of named lists of record ids: one more table for each"
+    )
+    command.add_argument(
+        "--calibrated", action="store_true", help="use the stored calibration, which is ignored otherwise"
+    )
+    command.add_argument(
+        "--sweeps", action="store_true", help="also one line per layout sweep and scale curve"
+    )
     command.add_argument("--json", metavar="OUT", help="write every prediction with its memory terms")
 
 
@@ -142,6 +194,8 @@ def _job_command(
     add("--config", required=True, metavar="FILE", help="YAML configuration of the training job")
     add("--dialect", metavar="D", help="configuration style; default: detected")
     add("--cluster", metavar="C", help="name of a shipped cluster, or a cluster file")
+    add("--nodelist", metavar="NODES", help='nodes of the job, gpu[001-004,009]: "$SLURM_JOB_NODELIST"')
+    add("--topology", metavar="FILE", help="`scontrol show topology`, topology.conf or .yaml; - reads stdin")
     add("--gpus", type=count, metavar="N", help="world size, when the configuration does not say it")
     add("--framework-version", metavar="V", help="version of the framework that will train")
     add("--reserved-gib", type=gib, default=0.0, metavar="X", help="device memory that other processes hold")
@@ -167,6 +221,14 @@ def gib(text: str) -> float:
     if not math.isfinite(value) or value < 0:
         raise argparse.ArgumentTypeError(f"{text} is not a size in GiB")
     return value
+
+
+def percent(text: str) -> float:
+    """Return a percentage from 0 to 100 as a share."""
+    value = float(text)
+    if not 0 <= value <= 100:
+        raise argparse.ArgumentTypeError(f"{text} is not a percentage from 0 to 100")
+    return value / 100
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nest_megatron.errors import EXIT_OK, BadInputError
-from nest_megatron.output import failure_record, report, show, write
+from nest_megatron.output import STDOUT, failure_record, report, show, write
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from nest_megatron.pipeline import Check
     from nest_megatron.planner.explain import Explanation
+    from nest_megatron.specs.plan import Plan
     from nest_megatron.specs.settings import PlanSettings
 
 #: Type that an axis option demands -> how its value looks.
@@ -27,9 +28,11 @@ def run_plan(arguments: argparse.Namespace) -> int:
     config, loading, settings = _inputs(arguments)
 
     import dataclasses
+    from pathlib import Path
 
     from omegaconf import OmegaConf
 
+    from nest_megatron.launch.hostfile import write_hostfiles
     from nest_megatron.launch.hydra import apply_plan
     from nest_megatron.pipeline import plan_config
     from nest_megatron.report.text import render_plan
@@ -41,8 +44,66 @@ def run_plan(arguments: argparse.Namespace) -> int:
         write(arguments.write_config, OmegaConf.to_yaml(config))
     if arguments.json is not None:
         write(arguments.json, plan.to_json())
+        if arguments.json != STDOUT:
+            write_hostfiles(plan.rank_map, Path(arguments.json))
     report(lambda console: render_plan(plan, console=console), arguments)
     return EXIT_OK
+
+
+def run_replan(arguments: argparse.Namespace) -> int:
+    """Plan again after a change, write what was asked for, print the report."""
+    from pathlib import Path
+
+    from nest_megatron.cluster.changes import read_changes
+    from nest_megatron.dialects.files import load_config
+    from nest_megatron.dialects.overrides import apply_overrides
+    from nest_megatron.launch.hostfile import write_hostfiles
+    from nest_megatron.launch.planfile import read_plan
+    from nest_megatron.pipeline import MINIMUM_GAIN, replan_config
+    from nest_megatron.planner.request import request_of
+    from nest_megatron.report.replan import render_replan
+
+    changes = read_changes(arguments.changed)
+    old = read_plan(Path(arguments.plan))
+    request = request_of(old, source=arguments.plan)
+    source = arguments.config or _config_of(old, arguments.plan)
+    config, _ = load_config(source)
+    replan = replan_config(
+        apply_overrides(config, list(request.overrides)),
+        old,
+        changes,
+        request=request,
+        source=source,
+        minimum_gain=MINIMUM_GAIN if arguments.min_gain is None else arguments.min_gain,
+        keep_layout=arguments.keep_layout,
+    )
+    if arguments.json is not None:
+        write(arguments.json, replan.plan.to_json())
+        if arguments.json != STDOUT:
+            write_hostfiles(replan.plan.rank_map, Path(arguments.json))
+    report(lambda console: render_replan(replan, console=console), arguments)
+    return EXIT_OK
+
+
+def _config_of(plan: Plan, source: str) -> str:
+    """Return the configuration file that a plan was made from.
+
+    Raises:
+        BadInputError: it is not there, or the plan was made inside an application.
+    """
+    from pathlib import Path
+
+    from nest_megatron.errors import Factor
+
+    name = str(plan.provenance.get("source") or "")
+    if not name or not Path(name).is_file():
+        raise BadInputError(
+            "NEST-R04",
+            "the configuration of the plan is not where the plan says",
+            factors=[Factor("source", name or "none", source)],
+            nearest=["--config FILE: the configuration that the plan was made from"],
+        )
+    return name
 
 
 def run_check(arguments: argparse.Namespace) -> int:
@@ -93,12 +154,23 @@ def _explanation_json(explanation: Explanation, loading: Sequence[str]) -> str:
 
 
 def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Store what ``arguments.run_record`` teaches."""
+    """Store what ``arguments.run_records`` teach."""
     from pathlib import Path
 
-    from nest_megatron.calibration.memory import calibrate_memory
+    paths = [Path(name) for name in arguments.run_records]
+    if arguments.what == "step":
+        from nest_megatron.calibration.step import calibrate_step
 
-    show(calibrate_memory(Path(arguments.run_record)).render())
+        show(calibrate_step(paths).render())
+        return EXIT_OK
+
+    from nest_megatron.calibration.memory import calibrate_memory
+    from nest_megatron.errors import Factor
+
+    if len(paths) > 1:
+        factors = [Factor("RUN.json", str(path), "command line") for path in paths]
+        raise BadInputError("NEST-K04", "calibrate memory takes one run", factors=factors)
+    show(calibrate_memory(paths[0]).render())
     return EXIT_OK
 
 
@@ -149,6 +221,9 @@ def _inputs(arguments: argparse.Namespace) -> tuple[DictConfig, tuple[str, ...],
         force=arguments.force,
         reserved_gib=arguments.reserved_gib,
         num_gpus=arguments.gpus,
+        nodelist=arguments.nodelist,
+        topology=arguments.topology,
+        robust=getattr(arguments, "robust", None),
     )
     return apply_overrides(config, arguments.overrides), loading, settings
 

@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import importlib.metadata
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig
 
 from nest_megatron import rules
 from nest_megatron.calibration.store import apply, load_store
-from nest_megatron.cluster.load import load_cluster
+from nest_megatron.cluster.allocation import allocate
+from nest_megatron.cluster.changes import Changes, degrade, described
+from nest_megatron.cluster.load import load_cluster, resize
 from nest_megatron.dialects import registry
 from nest_megatron.dialects.base import Dialect
 from nest_megatron.errors import EXIT_BAD_INPUT, EXIT_NO_PLAN, EXIT_OK, BadInputError, NestError, PlannerFault
 from nest_megatron.planner.advise import Repair, advise
-from nest_megatron.planner.change import parse_value
+from nest_megatron.planner.change import parse_value, spelled
 from nest_megatron.planner.environment import environment
 from nest_megatron.planner.evaluate import Evaluator, paired_ratio
 from nest_megatron.planner.explain import Base, Explanation, explain
 from nest_megatron.planner.freedom import apply_settings, unkept
+from nest_megatron.planner.rankmap import rank_map
+from nest_megatron.planner.replan import (
+    Site,
+    World,
+    bound_axes,
+    bound_by_checkpoint,
+    headline,
+    only_layout,
+    replan,
+)
+from nest_megatron.planner.request import PlanRequest, after, check_same_job
+from nest_megatron.planner.robust import paired_measure, robust_choice, robust_report
 from nest_megatron.planner.search import SearchResult, search
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import COMMAND_LINE, TrainJob
-from nest_megatron.specs.layout import Layout
-from nest_megatron.specs.plan import Candidate, Outcome, Plan, Prediction, UserSide
+from nest_megatron.specs.layout import Layout, Order
+from nest_megatron.specs.plan import Candidate, Outcome, Plan, Prediction, RankMap, UserSide
 from nest_megatron.specs.settings import PlanSettings
 
 #: The best plan must beat the user's by this share at both ends of every overlap interval (DESIGN section 7).
@@ -50,6 +66,27 @@ class Check:
     provenance: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replan:
+    """A plan for a changed cluster, and what it was weighed against.
+
+    Args:
+        plan: ``plan.user`` is the old layout after the change, ``plan.ratio`` the new layout's time over its.
+        old: layout and prediction as the old plan says.
+        changes: what changed, one sentence each.
+        bound: axes that the checkpoint binds, with their values; empty where its format reshards.
+        worlds: numbers of GPUs that were searched.
+        seconds: of the whole of it.
+    """
+
+    plan: Plan
+    old: Candidate
+    changes: tuple[str, ...]
+    bound: dict[str, str]
+    worlds: tuple[World, ...]
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Inputs:
     dialect: Dialect
@@ -57,6 +94,7 @@ class _Inputs:
     cluster: Cluster
     source: str
     calibration: str
+    request: dict[str, Any]
 
 
 def plan_config(
@@ -146,21 +184,138 @@ def explain_config(
     )
 
 
+def replan_config(
+    config: DictConfig,
+    old: Plan,
+    changes: Changes,
+    *,
+    request: PlanRequest,
+    source: str = "",
+    minimum_gain: float = MINIMUM_GAIN,
+    keep_layout: bool = False,
+) -> Replan:
+    """Plan the job of ``old`` again on a changed cluster.
+
+    Args:
+        config: the configuration that ``old`` was made from, with the overrides of ``request`` applied.
+        request: how ``old`` was asked for.
+        minimum_gain: share of step time that another layout must save before the old one is given up.
+        keep_layout: recompute the rank map only.
+
+    Raises:
+        BadInputError: the configuration is of another job, or a change cannot be used.
+        NoPlanError: no layout is legal and fits, or the old one cannot be kept.
+        PlannerFault: the plan breaks a rule.
+    """
+    started = time.perf_counter()
+    dialect, job = _read_job(config, request.overrides, request.settings)
+    check_same_job(job, old, source)
+    request, worlds = after(request, changes, job)
+    settings = request.settings
+    largest = replace(job, num_gpus=worlds[0])
+    cluster = _load(largest, settings, worlds[0] if settings.nodelist is None else None)
+    allocated = allocate(cluster, nodelist=settings.nodelist, topology=settings.topology, num_gpus=worlds[0])
+    changed = degrade(allocated, request.degraded)
+    calibration = "off"
+
+    @cache
+    def site_of(num_gpus: int) -> Site:
+        nonlocal calibration
+        sized = resize(changed, num_gpus)
+        here, calibration = _calibrated(replace(job, num_gpus=num_gpus), sized, settings)
+        return Site(bound_by_checkpoint(here, old.layout), sized)
+
+    found = replan(site_of, worlds, old.layout, minimum_gain=minimum_gain, keep_layout=keep_layout)
+    site, carried = found.site, found.carried
+    orders = () if found.outcome == "kept" else _free_orders(site.job)
+    placed = rank_map(site.job, site.cluster, found.layout, orders=orders)
+    layout = replace(found.layout, order=placed.order)
+    broken = rules.check(site.job, layout)
+    if broken:
+        raise PlannerFault("NEST-X02", f"the planned layout is illegal: {broken[0].render()}")
+    runner_ups = found.result.runner_ups if found.result else ()
+    prediction, *others = Evaluator(site.job, site.cluster).predict([layout, *runner_ups])
+    inputs = _Inputs(dialect, site.job, site.cluster, source, calibration, request.to_plain())
+    plan = Plan(
+        layout=layout,
+        prediction=prediction,
+        certificate=found.result.certificate if found.result else only_layout(prediction.step_time_s),
+        outcome=found.outcome,
+        headline=headline(found, minimum_gain) + _map_gain(placed),
+        ratio=found.ratio,
+        rank_map=placed,
+        env=environment(layout, site.cluster),
+        # The configuration still asks for its own layout, whatever the old plan made of it.
+        edits=dialect.write(config, replace(site.job, user_layout=job.user_layout), layout),
+        user=UserSide(
+            layout=carried.layout,
+            prediction=carried.prediction,
+            violations=tuple(violation.to_dict() for violation in carried.violations),
+        ),
+        runner_ups=tuple(
+            Candidate(layout=x, prediction=p) for x, p in zip(runner_ups, others, strict=True) if x != layout
+        ),
+        rejections=found.result.rejections if found.result else {},
+        assumptions=(*site.job.assumptions, *site.cluster.assumptions, *_world_notes(job, site, settings)),
+        provenance=_provenance(inputs, settings),
+    )
+    return Replan(
+        plan=plan,
+        old=Candidate(layout=old.layout, prediction=old.prediction),
+        changes=described(changes),
+        bound={axis: spelled(old.layout, axis) for axis in bound_axes(site.job)},
+        worlds=found.worlds,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _world_notes(job: TrainJob, site: Site, settings: PlanSettings) -> tuple[str, ...]:
+    """Return what the user must know about the number of nodes, which no plan edits, and about scenarios."""
+    notes = []
+    if site.job.num_gpus != job.num_gpus:
+        notes.append(
+            f"the configuration asks for {job.num_gpus} GPUs: start the job on {site.job.num_gpus}, "
+            f"{site.cluster.num_nodes} nodes"
+        )
+        if site.cluster.nodes:
+            notes.append("where nodes are left over, the first in name order are used")
+    if settings.robust is not None:
+        notes.append(f"the old plan was robust ({settings.robust}): now the network as it is was planned for")
+    return tuple(notes)
+
+
 def exit_code_of(error: NestError) -> int:
     """Return the process exit code for ``error``: 2 for bad input, 1 for everything else."""
     return EXIT_BAD_INPUT if isinstance(error, BadInputError) else EXIT_NO_PLAN
 
 
 def _read(config: DictConfig, overrides: Sequence[str], settings: PlanSettings, source: str) -> _Inputs:
+    dialect, job = _read_job(config, overrides, settings)
+    # A node list decides first which nodes there are; without one the file's first nodes are taken.
+    from_file = job.num_gpus if settings.nodelist is None else None
+    cluster = _load(job, settings, from_file)
+    cluster = allocate(cluster, nodelist=settings.nodelist, topology=settings.topology, num_gpus=job.num_gpus)
+    job, calibration = _calibrated(job, cluster, settings)
+    request = PlanRequest(overrides=tuple(overrides), settings=settings)
+    return _Inputs(dialect, job, cluster, source, calibration, request.to_plain())
+
+
+def _read_job(
+    config: DictConfig, overrides: Sequence[str], settings: PlanSettings
+) -> tuple[Dialect, TrainJob]:
     dialect = registry.by_name(settings.dialect) if settings.dialect else registry.detect(config)
-    job = apply_settings(dialect.read(config, overrides=overrides, settings=settings), settings)
+    return dialect, apply_settings(dialect.read(config, overrides=overrides, settings=settings), settings)
+
+
+def _load(job: TrainJob, settings: PlanSettings, num_gpus: int | None) -> Cluster:
     # Fewer GPUs than one node is the cluster's own business; whole nodes use `gpus_per_node` of each.
     ranks_per_node = job.gpus_per_node if job.num_gpus >= job.gpus_per_node else None
-    cluster = load_cluster(settings.cluster, num_gpus=job.num_gpus, ranks_per_node=ranks_per_node)
-    calibration = "off"
-    if settings.calibration:
-        job, calibration = apply(job, cluster, load_store())
-    return _Inputs(dialect, job, cluster, source, calibration)
+    return load_cluster(settings.cluster, num_gpus=num_gpus, ranks_per_node=ranks_per_node)
+
+
+def _calibrated(job: TrainJob, cluster: Cluster, settings: PlanSettings) -> tuple[TrainJob, str]:
+    """Return the job with what the store knows about it, and the words for the provenance."""
+    return apply(job, cluster, load_store()) if settings.calibration else (job, "off")
 
 
 def _user_side(inputs: _Inputs, evaluator: Evaluator) -> UserSide:
@@ -180,7 +335,15 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
     evaluator = Evaluator(job, cluster)
     user = _user_side(inputs, evaluator)
     result = search(job, cluster, force=settings.force)
-    layout, outcome, ratio = _do_no_harm(job, cluster, user, result)
+    nominal, choice = result.best, None
+    if settings.robust is not None:
+        choice = robust_choice(job, cluster, result, settings.robust)
+        result = replace(result, best=choice.layout, fastest=choice.layout)
+    layout, outcome, ratio = _do_no_harm(job, cluster, user, result, settings)
+    # A robust plan has its rank order from the scenarios; a map is priced on the network as it is.
+    fixed_order = outcome == "kept" or choice is not None
+    placed = rank_map(job, cluster, layout, orders=() if fixed_order else _free_orders(job))
+    layout = replace(layout, order=placed.order)
     broken = rules.check(job, layout)
     if broken:
         raise PlannerFault("NEST-X02", f"the planned layout is illegal: {broken[0].render()}")
@@ -191,9 +354,11 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
         prediction=prediction,
         certificate=result.certificate,
         outcome=outcome,
-        headline=_headline(outcome, ratio, prediction, user, result),
+        headline=_headline(outcome, ratio, prediction, user, result)
+        + _measured(settings, cluster)
+        + _map_gain(placed),
         ratio=ratio,
-        rank_map={"strategy": "scheduler order", "order": layout.order, "nodes": list(cluster.nodes)},
+        rank_map=placed,
         env=environment(layout, cluster),
         edits=edits,
         user=user,
@@ -203,33 +368,59 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
             if x != layout
         ),
         rejections=result.rejections,
-        assumptions=(*job.assumptions, *cluster.assumptions, *_selection_notes(result)),
+        assumptions=(*job.assumptions, *cluster.assumptions, *_selection_notes(result, settings)),
         provenance=_provenance(inputs, settings),
+        robust=robust_report(job, cluster, layout, nominal, choice) if choice else None,
     )
 
 
 def _do_no_harm(
-    job: TrainJob, cluster: Cluster, user: UserSide, result: SearchResult
+    job: TrainJob, cluster: Cluster, user: UserSide, result: SearchResult, settings: PlanSettings
 ) -> tuple[Layout, Outcome, tuple[float, float] | None]:
     """Return the layout to launch: the user's own unless another one surely gains (DESIGN section 7).
 
     The selected layout comes first; where only the fastest one gains enough, that one is taken.  A layout
-    that breaks a pin is never kept.
+    that breaks a pin is never kept.  A robust plan is compared in its own measure.
     """
+
+    def ratio_to_user(layout: Layout) -> tuple[float, float]:
+        if settings.robust is None:
+            return paired_ratio(job, cluster, layout, user.layout)
+        return paired_measure(job, cluster, layout, user.layout, settings.robust)
+
     if user.prediction is None:
         return result.best, "repaired", None
     if unkept(job, user.layout):
-        return result.best, "rewritten", paired_ratio(job, cluster, result.best, user.layout)
+        return result.best, "rewritten", ratio_to_user(result.best)
     ratio = (1.0, 1.0)
     for layout in (result.best, result.fastest):
         if layout == user.layout:
             continue
-        ratio = paired_ratio(job, cluster, layout, user.layout)
+        ratio = ratio_to_user(layout)
         if not user.prediction.feasible:
             return layout, "repaired", ratio
         if ratio[1] <= 1.0 - MINIMUM_GAIN:
             return layout, "rewritten", ratio
     return user.layout, "kept", ratio
+
+
+def _free_orders(job: TrainJob) -> tuple[Order, ...]:
+    """Return the rank orders that the dialect can write and no pin forbids."""
+    allowed = job.bounds.get("order", (job.pins["order"],) if "order" in job.pins else None)
+    return tuple(order for order in job.capabilities.orders if allowed is None or order in allowed)
+
+
+def _map_gain(placed: RankMap) -> str:
+    """Return what the host files add to a headline that prices the scheduler's order."""
+    return f"; the rank map saves another {placed.gain:.1%} of the step" if placed.gain > 0 else ""
+
+
+def _measured(settings: PlanSettings, cluster: Cluster) -> str:
+    """Return what the times of a robust plan's headline are."""
+    if settings.robust is None:
+        return ""
+    words = {"worst": "in the worst", "cvar": "in the slowest fifth (CVaR)"}[settings.robust]
+    return f", {words} of {len(cluster.scenarios)} scenarios"
 
 
 def _headline(
@@ -265,8 +456,10 @@ def _span(ratio: tuple[float, float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _selection_notes(result: SearchResult) -> tuple[str, ...]:
+def _selection_notes(result: SearchResult, settings: PlanSettings) -> tuple[str, ...]:
     notes = ["among layouts within 3 % of the fastest, more memory head-room wins, then fewer changes"]
+    if settings.robust is not None:
+        notes = ["the layout of least measure over the scenarios is taken, near ties are not weighed"]
     if result.tight:
         notes.append("no layout within the safe memory band comes within 10 % of the chosen one")
     return tuple(notes)
@@ -291,4 +484,5 @@ def _provenance(inputs: _Inputs, settings: PlanSettings) -> dict[str, Any]:
         "pins": {axis: str(value) for axis, value in job.pins.items()},
         "force": settings.force,
         "calibration": inputs.calibration,
+        "request": inputs.request,
     }

@@ -1,10 +1,17 @@
 """The only place where units convert; everywhere else: bytes, seconds, FLOP, bytes/s.
 
-GiB, ms, TFLOP/s and GB/s exist in ``conf/``, in ``report/`` and here.  The typed constructors below keep a
-unit from being mixed silently: a rate cannot be built from a bare number without naming its unit.
+GiB, ms, TFLOP/s and GB/s exist in ``conf/``, in ``report/`` and here.  ``BytesPerSecond``, ``Seconds`` and
+``FlopPerSecond`` are distinct types for the type checker: only the constructors below make them, each from a
+number in one named unit, and the network levels and accelerators accept nothing else.
 """
 
 from __future__ import annotations
+
+from typing import NewType
+
+BytesPerSecond = NewType("BytesPerSecond", float)
+FlopPerSecond = NewType("FlopPerSecond", float)
+Seconds = NewType("Seconds", float)
 
 KIB = 1024
 MIB = 1024**2
@@ -26,29 +33,29 @@ def gib(num_bytes: float) -> float:
     return num_bytes / GIB
 
 
-def bytes_per_s_from_gb_per_s(gb_per_s: float) -> float:
+def bytes_per_s_from_gb_per_s(gb_per_s: float) -> BytesPerSecond:
     """Return bytes/s from GB/s, where GB is 1e9 bytes (line rates, bus bandwidths)."""
-    return gb_per_s * GB
+    return BytesPerSecond(gb_per_s * GB)
 
 
-def bytes_per_s_from_gbit_per_s(gbit_per_s: float) -> float:
+def bytes_per_s_from_gbit_per_s(gbit_per_s: float) -> BytesPerSecond:
     """Return bytes/s from Gb/s, where Gb is 1e9 bits (NIC and switch port rates)."""
-    return gbit_per_s * GB / BITS_PER_BYTE
+    return BytesPerSecond(gbit_per_s * GB / BITS_PER_BYTE)
 
 
-def bytes_per_s_from_tb_per_s(tb_per_s: float) -> float:
+def bytes_per_s_from_tb_per_s(tb_per_s: float) -> BytesPerSecond:
     """Return bytes/s from TB/s, where TB is 1e12 bytes (HBM bandwidths)."""
-    return tb_per_s * TERA
+    return BytesPerSecond(tb_per_s * TERA)
 
 
-def flops_per_s_from_tflops(tflops: float) -> float:
+def flops_per_s_from_tflops(tflops: float) -> FlopPerSecond:
     """Return FLOP/s from TFLOP/s."""
-    return tflops * TERA
+    return FlopPerSecond(tflops * TERA)
 
 
-def seconds_from_us(microseconds: float) -> float:
+def seconds_from_us(microseconds: float) -> Seconds:
     """Return seconds from microseconds."""
-    return microseconds * MICRO
+    return Seconds(microseconds * MICRO)
 
 
 def milliseconds(seconds: float) -> float:

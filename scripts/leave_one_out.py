@@ -23,7 +23,8 @@ from nest_megatron.planner.evaluate import Evaluator
 from nest_megatron.units import GIB
 from nest_megatron.validation.command import load_records
 from nest_megatron.validation.metrics import measured_peak_bytes
-from nest_megatron.validation.records import NotComputable, build
+from nest_megatron.validation.record_layout import NotComputable
+from nest_megatron.validation.records import build
 from nest_megatron.validation.replay import predict_record
 
 #: Facts of a framework profile that the sweeps could have chosen.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from nest_megatron.dialects.profiles import step_constants
 from nest_megatron.specs.job import Capabilities, FrameworkProfile, Kernels, Recipe, TrainJob
 from nest_megatron.specs.layout import Layout
 from nest_megatron.specs.model import MLASpec, ModelSpec, MoESpec
@@ -49,6 +50,7 @@ def make_profile(**overrides: Any) -> FrameworkProfile:
         "host_floor_s": 0.0006,
         "moe_host_factor": 3.0,
         "step_overhead_s": 0.02,
+        "time": step_constants()[0],
     }
     return FrameworkProfile(**fields | overrides)
 

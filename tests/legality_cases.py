@@ -183,6 +183,7 @@ LAYERS = (
         {"capabilities": NO_STRING},
         {"pp": 2, "num_layers_per_chunk": (0, 32)},
         {"num_layers_per_chunk": (16, 16)},
+        frozenset({"layers.split_can_be_written"}),
     ),
     Case(
         "layers.split_can_be_written",
@@ -287,6 +288,13 @@ MOE = (
         _mixtral(num_gpus=4, capabilities=replace(EVERYTHING, expert_tensor_parallel=False)),
         {"tp": 4, "ep": 4, "etp": 1, "sequence_parallel": True},
         {"ep": 1, "etp": 4},
+    ),
+    Case(
+        "moe.expert_gradients",
+        "trained: TP2 EP1 ETP1 gives another gradient norm than one process",
+        _mixtral(num_gpus=8),
+        {"tp": 2, "ep": 1, "etp": 1, "sequence_parallel": True},
+        {"ep": 2},
     ),
 )
 

@@ -38,6 +38,7 @@ ORACLE_CANNOT_SEE: dict[str, str] = {
     "moe.experts_need_sequence_parallel": "a warning at construction; the MoE layer's first forward raises",
     "moe.expert_width": "checked when the expert layers are built",
     "moe.expert_tensor_parallel": "whether a dialect has a key for etp is not Megatron's to know",
+    "moe.expert_gradients": "nothing checks it: the gradients are silently wrong",
     "sharding.sharding_offered": "an argument of DistributedDataParallel, made after the model",
     "sharding.instances_offered": "optimizer sharding is an argument of the optimizer, made after the model",
     "sharding.gradient_sharding_order": "a rule of Megatron-Bridge",

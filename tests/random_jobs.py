@@ -16,7 +16,7 @@ from nest_megatron.pipeline import plan_config
 from nest_megatron.specs.plan import Plan
 from nest_megatron.specs.settings import PlanSettings
 
-CLUSTERS = tuple(name for name in shipped_clusters() if not name.startswith("paper"))
+CLUSTERS = tuple(name for name in shipped_clusters() if not name.startswith(("paper", "cpu")))
 
 
 @dataclass(frozen=True)

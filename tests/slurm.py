@@ -1,4 +1,4 @@
-"""A real Slurm of two nodes with eight GPUs each on this machine, without systemd and cgroups."""
+"""A real Slurm of a few nodes with eight GPUs each on this machine, without systemd and cgroups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ _NULL_DEVICE = os.makedev(1, 3)
 _CONFIGURATION = """\
 ClusterName=nest
 SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
+SlurmctldPort={port}
 AuthType=auth/none
 CredType=cred/none
 SlurmUser=root
@@ -40,12 +40,12 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SchedulerParameters=sched_interval=1,bf_interval=1
 SwitchType=switch/none
+TopologyPlugin={topology}
 MpiDefault=none
 ReturnToService=2
 GresTypes=gpu
 NodeName=DEFAULT CPUs=16 RealMemory=2000 Gres=gpu:8 State=UNKNOWN
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
+{nodes}
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -59,15 +59,34 @@ def missing() -> str:
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[dict[str, str]]:
-    """Start the daemons, wait until both nodes are idle, and yield the variables that name this Slurm."""
-    for name in ("state", "spool/n1", "spool/n2", "dev"):
+def running(
+    folder: Path, nodes: Sequence[str] = NODES, *, topology: str | None = None
+) -> Iterator[dict[str, str]]:
+    """Start the daemons, wait until all nodes are idle, and yield the variables that name this Slurm.
+
+    Args:
+        topology: text of topology.conf for Slurm's tree plug-in; None for a flat network.
+    """
+    for name in ("state", "dev", *(f"spool/{node}" for node in nodes)):
         (folder / name).mkdir(parents=True)
     for gpu in range(8):
         os.mknod(folder / "dev" / f"gpu{gpu}", 0o600 | stat.S_IFCHR, _NULL_DEVICE)
-    text = _CONFIGURATION.format(host=socket.gethostname(), folder=folder, ports=_free_ports(3))
+    port, *ports = _free_ports(1 + len(nodes))
+    lines = [
+        f"NodeName={node} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={number}"
+        for node, number in zip(nodes, ports, strict=True)
+    ]
+    text = _CONFIGURATION.format(
+        host=socket.gethostname(),
+        folder=folder,
+        port=port,
+        nodes="\n".join(lines),
+        topology="topology/none" if topology is None else "topology/tree",
+    )
     (folder / "slurm.conf").write_text(text)
-    (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/dev/gpu[0-7]\n")
+    (folder / "gres.conf").write_text(f"NodeName={','.join(nodes)} Name=gpu File={folder}/dev/gpu[0-7]\n")
+    if topology is not None:
+        (folder / "topology.conf").write_text(topology)
     variables = {"SLURM_CONF": str(folder / "slurm.conf")}
     daemons: list[subprocess.Popen[bytes]] = []
     with (folder / "daemons.log").open("wb") as log:
@@ -78,9 +97,9 @@ def running(folder: Path) -> Iterator[dict[str, str]]:
 
         try:
             start("slurmctld", "-D", "-c")
-            for node in NODES:
+            for node in nodes:
                 start("slurmd", "-D", "-N", node)
-            _wait_until_idle(variables, folder / "daemons.log")
+            _wait_until_idle(variables, len(nodes), folder / "daemons.log")
             yield variables
         finally:
             # The nodes go first: a controller that is gone leaves them waiting.
@@ -101,14 +120,14 @@ def _free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def _wait_until_idle(variables: dict[str, str], log: Path) -> None:
+def _wait_until_idle(variables: dict[str, str], count: int, log: Path) -> None:
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
         command = ["sinfo", "--noheader", "--format=%D", "--states=idle"]
         found = subprocess.run(
             command, env=os.environ | variables, capture_output=True, text=True, check=False
         )
-        if found.stdout.strip() == str(len(NODES)):
+        if found.stdout.strip() == str(count):
             return
         time.sleep(0.2)
     pytest.fail(f"Slurm did not start within {_START_S:.0f} s:\n{log.read_text()[-2000:]}")

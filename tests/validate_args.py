@@ -42,6 +42,7 @@ VALIDATE_ARGS_CANNOT_SEE: dict[str, str] = {
     "attention.context_parallel": "the attention module is chosen when the model is built",
     "moe.experts_need_sequence_parallel": "a warning at construction; the MoE layer's first forward raises",
     "moe.expert_width": "checked when the expert layers are built",
+    "moe.expert_gradients": "nothing checks it: the gradients are silently wrong",
     "sharding.instances_offered": "without a sharded optimizer the number of its instances is not looked at",
     "sharding.gradient_sharding_order": "a rule of Megatron-Bridge",
     "recompute.method": "0 layers are taken; the loop over the layers of a chunk then never ends",

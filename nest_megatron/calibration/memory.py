@@ -6,13 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.calibration.runs import predict_run, read_run
 from nest_megatron.calibration.store import MemoryCalibration, key_of, remember_memory
-from nest_megatron.errors import BadInputError, Factor, NestError
-from nest_megatron.specs import codec
+from nest_megatron.errors import BadInputError, Factor
 from nest_megatron.units import GIB, gib
 from nest_megatron.validation.metrics import measured_peak_bytes
-from nest_megatron.validation.records import NotComputable, build
-from nest_megatron.validation.replay import predict_built
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,31 +43,23 @@ def calibrate_memory(path: Path, *, store: Path | None = None) -> Calibrated:
     Raises:
         BadInputError: the record is unreadable, lacks a figure, or cannot be predicted.
     """
-    record = codec.parse_json(codec.read_text(path), source=str(path))
-    for key in ("id", "family", "model", "measured"):
-        if key not in record:
-            raise BadInputError("NEST-K01", f"{path} is no run record", factors=[Factor(key, "missing")])
+    run = read_run(path)
+    record = run.record
     measured = measured_peak_bytes(record)
     if not measured or measured <= 0:
         raise BadInputError(
             "NEST-K01", f"{path} has no measured peak", factors=[Factor("measured.peak_mem_bytes", "missing")]
         )
     reserved = _reserved_bytes(record, path)
-    try:
-        built = build(record)
-        prediction = predict_built(record, built)
-    except NotComputable as reason:
-        raise BadInputError("NEST-K01", f"{path} cannot be predicted: {reason}") from None
-    except NestError as error:
-        raise BadInputError("NEST-K01", f"{path} cannot be predicted: {error.message}") from None
+    prediction = predict_run(run)
     predicted = int(prediction["peak_allocated_bytes"])
     entry = MemoryCalibration(
         allocated_ratio=measured / predicted,
         reserved_ratio=reserved / measured,
-        run=str(record["id"]),
+        run=run.name,
         measured_allocated_bytes=round(measured),
     )
-    key = key_of(built.job, built.cluster)
+    key = key_of(run.built.job, run.built.cluster)
     stored = remember_memory(key, entry, store)
     return Calibrated(key=key, entry=entry, predicted_allocated_bytes=predicted, path=stored)
 

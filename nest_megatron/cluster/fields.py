@@ -66,12 +66,20 @@ def parse_yaml(text: str, *, where: str) -> dict[str, Any]:
     Raises:
         BadInputError: not YAML, a key written twice, or not a mapping with text keys.
     """
+    return as_mapping(load_yaml(text, where=where), where=where)
+
+
+def load_yaml(text: str, *, where: str) -> Any:
+    """Return whatever YAML ``text`` holds.
+
+    Raises:
+        BadInputError: not YAML, or a key written twice.
+    """
     try:
-        plain = yaml.load(text, Loader=_UniqueKeyLoader)
+        return yaml.load(text, Loader=_UniqueKeyLoader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError, OverflowError) as error:
         reason = " ".join(str(error).split())[:300]
         raise BadInputError("NEST-C02", f"{where} is not readable YAML: {reason}") from None
-    return as_mapping(plain, where=where)
 
 
 def as_mapping(value: Any, *, where: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""How a communication group lies on the level tree: members per unit, runs of the ring, hops by level.
+"""How the groups of a parallel axis lie on the level tree: members, ring runs, hops and port loads by level.
 
-Index letters: G groups, n members of a group, K levels.
+Index letters: G groups, n members of a group, K levels, W slots.
 """
 
 from __future__ import annotations
@@ -13,7 +13,17 @@ from functools import lru_cache
 
 import numpy as np
 
-from nest_megatron.cluster.slots import Floats, Ints, SlotTree, TreeKey, slot_tree, tree_of
+from nest_megatron.cluster.crossings import (
+    PATTERNS,
+    Crossings,
+    Pattern,
+    PortLoads,
+    crossings,
+    port_loads,
+    tree_edges_cut,
+)
+from nest_megatron.cluster.slots import Ints, SlotTree, TreeKey, slot_tree, tree_of
+from nest_megatron.cluster.torus import TorusShape, box_shape, routed_shape, torus_level
 from nest_megatron.errors import Factor, PlannerFault
 from nest_megatron.specs.cluster import Cluster
 
@@ -22,21 +32,26 @@ from nest_megatron.specs.cluster import Cluster
 class GroupShape:
     """What the price of a collective depends on (research/network.md 1.1 and 1.4).
 
+    ``loads`` and ``torus`` count every group that runs at the same time; the rest describes the one with the
+    fewest members per domain, of these the one with the most hops through outer levels.
+
     Args:
         size: members n.
         members: k_i, fewest members in one unit of level i that the group touches, (K); the last is n.
         runs: x_i, most maximal runs of the cyclic rank order inside one unit of level i, (K); 1 = contiguous.
         hops: ring hops whose lowest common unit is at level i, (K); they sum to n (0 for one member).
-        uplink_share: worst uplink of a touched unit of level i over the line rate of the level above, (K).
         num_domains: units of level 0 that the group touches.
+        loads: busiest port of each level, (K-1) per traffic pattern.
+        torus: link loads of a group, or of its part, inside one torus; None without a torus.
     """
 
     size: int
     members: tuple[int, ...]
     runs: tuple[int, ...]
     hops: tuple[int, ...]
-    uplink_share: tuple[float, ...]
     num_domains: int
+    loads: PortLoads
+    torus: TorusShape | None = None
 
     @property
     def single_domain(self) -> bool:
@@ -45,128 +60,211 @@ class GroupShape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shapes:
-    """Shapes of G groups as arrays: (K-1, G) each, and the number of domains, (G)."""
+class _Counts:
+    """Counts of G groups as arrays: (K-1, G) each, and the number of domains, (G)."""
 
     members: Ints
     runs: Ints
     exits: Ints
-    share: Floats
     num_domains: Ints
 
 
 def group_shape(cluster: Cluster, size: int, stride: int) -> GroupShape:
     """Return the shape of the groups {start + i * stride, i < size} of a contiguous rank order.
 
-    The groups tile the slots in blocks of ``size * stride``.  Where they lie differently (they straddle units
-    unevenly) the worst one counts: the lowest ring bandwidth min_i(k_i * b_i / x_i), because the slowest
-    group ends the phase.
+    The groups tile the slots in blocks of ``size * stride`` and all of them run at the same time.  Where they
+    all lie alike the loads come from the closed form, otherwise they are counted port by port.
 
     Raises:
         PlannerFault: a size or stride below 1, or a block larger than the cluster.
     """
-    return _worst_shape(slot_tree(cluster).key, size, stride)
+    return _axis_shape(slot_tree(cluster).key, size, stride)
 
 
 def shape_of_slots(cluster: Cluster, slots: Sequence[int]) -> GroupShape:
-    """Return the shape of one group given as slots in ring order.
+    """Return the shape of one group given as slots in ring order, which runs alone.
 
     Raises:
         PlannerFault: no slot, a slot twice, or a slot outside the cluster.
     """
-    members = np.asarray(slots, dtype=np.int64)
-    if not members.size or np.unique(members).size != members.size:
-        raise PlannerFault("NEST-F10", "a group needs distinct slots", factors=[Factor("slots", len(slots))])
-    if members.min() < 0 or members.max() >= cluster.num_gpus:
+    return shape_of_groups(cluster, [slots])
+
+
+def shape_of_groups(cluster: Cluster, groups: Sequence[Sequence[int]]) -> GroupShape:
+    """Return the shape of groups that run at the same time, each given as slots in ring order, (G, n).
+
+    Raises:
+        PlannerFault: no group, groups of different sizes, a slot twice, or a slot outside the cluster.
+    """
+    sizes = {len(group) for group in groups}
+    slots = [slot for group in groups for slot in group]
+    if len(sizes) != 1 or not slots or len(set(slots)) != len(slots):
+        raise PlannerFault(
+            "NEST-F10",
+            "concurrent groups need distinct slots and one size",
+            factors=[Factor("slots", len(slots)), Factor("sizes", str(sorted(sizes)))],
+        )
+    if min(slots) < 0 or max(slots) >= cluster.num_gpus:
         raise PlannerFault(
             "NEST-F10",
             "a group has a slot outside the cluster",
-            factors=[
-                Factor("slots", f"{members.min()}..{members.max()}"),
-                Factor("num_gpus", cluster.num_gpus),
-            ],
+            factors=[Factor("slots", f"{min(slots)}..{max(slots)}"), Factor("num_gpus", cluster.num_gpus)],
         )
-    tree = slot_tree(cluster)
-    return _shape_at(tree, _shapes(tree, members[None, :]), 0, members.size)
+    return worst_shape(slot_tree(cluster), np.asarray(groups, dtype=np.int64))
+
+
+def worst_shape(tree: SlotTree, groups: Ints) -> GroupShape:
+    """Return the shape of G concurrent groups given as physical slots in ring order, (G, n), by counting.
+
+    One tree serves every rank order: ``slot_of_rank[rank_groups]``.  The load form of network.md 1.4.
+    """
+    return _counted_shape(tree, groups)
 
 
 @lru_cache(maxsize=1 << 16)
-def _worst_shape(key: TreeKey, size: int, stride: int) -> GroupShape:
-    if size < 1 or stride < 1 or size * stride > key.num_slots:
+def _axis_shape(key: TreeKey, size: int, stride: int) -> GroupShape:
+    block = size * stride
+    if size < 1 or stride < 1 or block > key.num_slots:
         raise PlannerFault(
             "NEST-F10",
             "a group does not fit the cluster",
             factors=[Factor("size", size), Factor("stride", stride), Factor("num_gpus", key.num_slots)],
         )
     tree = tree_of(key)
-    starts = _distinct_starts(key, size, stride)
-    groups = starts[:, None] + np.arange(size, dtype=np.int64) * stride
-    shapes = _shapes(tree, groups)
-    return _shape_at(tree, shapes, _worst(tree, shapes, size), size)
+    one = np.arange(size, dtype=np.int64) * stride
+    if not _all_alike(key, size, stride):
+        starts = np.arange(_period(key, block) // block, dtype=np.int64) * block
+        offsets = np.arange(stride, dtype=np.int64)
+        return _counted_shape(tree, (starts[:, None] + offsets).reshape(-1, 1) + one, stride=stride)
+    groups = one[None, :]
+    counts = _counts(crossings(tree, groups))
+    loads = _closed_loads(key, [int(value) for value in counts.members[:, 0]], size, stride)
+    return _shape(key, counts, 0, loads, groups, stride=stride)
 
 
-def _distinct_starts(key: TreeKey, size: int, stride: int) -> Ints:
-    """Return starts that cover every shape: all of them, or one per class when the tree is symmetric.
+def _counted_shape(tree: SlotTree, groups: Ints, *, stride: int | None = None) -> GroupShape:
+    crossed = crossings(tree, groups)
+    counts = _counts(crossed)
+    return _shape(tree.key, counts, _worst(counts), port_loads(tree, crossed), groups, stride=stride)
 
-    Shifting a group by whole units of the largest inner level changes nothing, and if at every level the
-    stride divides the unit or the unit divides the stride, all offsets inside a block are alike.
+
+def _all_alike(key: TreeKey, size: int, stride: int) -> bool:
+    """Return whether every group lies on every level as the first one does, and no slot is idle.
+
+    That holds on a tree of full, unnamed units when, at every level and at the node, stride and unit as well
+    as block and unit divide each other.
     """
     block = size * stride
-    num_blocks = key.num_slots // block
-    inner = key.level_gpus[:-1]
-    if key.units:
-        period, offsets = num_blocks, stride
-    else:
-        period = inner[-1] // math.gcd(block, inner[-1]) if inner else 1
-        aligned = all(gpus % stride == 0 or stride % gpus == 0 for gpus in inner)
-        offsets = 1 if aligned else stride
-    blocks = np.arange(min(period, num_blocks), dtype=np.int64) * block
-    return (blocks[:, None] + np.arange(offsets, dtype=np.int64)).ravel()
+    boundaries = [gpus for gpus in key.level_gpus[:-1] if gpus < key.num_slots]
+    full = not any(key.num_slots % gpus for gpus in (*boundaries, block))
+    nics = key.gpus_per_node % key.nics_per_node == 0 and (key.pxn or key.rail_level is None)
+    return (
+        not key.units
+        and full
+        and nics
+        and all(
+            _divides(length, gpus) for gpus in (*boundaries, key.gpus_per_node) for length in (stride, block)
+        )
+    )
 
 
-def _shapes(tree: SlotTree, groups: Ints) -> _Shapes:
-    """Measure G groups given as slots in ring order, (G, n)."""
-    num_groups = len(groups)
-    inner = len(tree.unit_of_slot)
-    members = np.empty((inner, num_groups), dtype=np.int64)
-    runs = np.empty_like(members)
-    exits = np.empty_like(members)
-    share = np.empty((inner, num_groups))
-    num_domains = np.ones(num_groups, dtype=np.int64)
-    for level, (unit_of_slot, uplink) in enumerate(zip(tree.unit_of_slot, tree.uplink_share, strict=True)):
-        units = unit_of_slot[groups]
-        # One sorted key per (group, unit) makes every per-unit count a bincount.
-        keys = units + np.arange(num_groups, dtype=np.int64)[:, None] * uplink.size
-        touched, inverse, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        leaves = units != np.roll(units, -1, axis=1)
-        unit_runs = np.bincount(inverse.ravel(), weights=leaves.ravel(), minlength=touched.size)
-        first = np.searchsorted(touched // uplink.size, np.arange(num_groups))
-        members[level] = np.minimum.reduceat(counts, first)
-        runs[level] = np.maximum(np.maximum.reduceat(unit_runs, first), 1)
-        exits[level] = leaves.sum(axis=1)
-        share[level] = np.minimum.reduceat(uplink[touched % uplink.size], first)
-        if level == 0:
-            num_domains = np.diff(np.append(first, touched.size))
-    return _Shapes(members, runs, exits, share, num_domains)
+def _divides(one: int, other: int) -> bool:
+    return one % other == 0 or other % one == 0
 
 
-def _worst(tree: SlotTree, shapes: _Shapes, size: int) -> int:
-    """Return the group with the lowest ring bandwidth; the fewest members per unit break a tie."""
-    if not len(shapes.members):
+def _period(key: TreeKey, block: int) -> int:
+    """Return the slots after which whole blocks on equal units repeat; all whole blocks otherwise."""
+    whole = key.num_slots // block * block
+    if key.units or len(key.level_gpus) == 1 or key.num_slots % key.level_gpus[-2]:
+        return whole
+    return min(whole, math.lcm(block, key.level_gpus[-2]))
+
+
+def _closed_loads(key: TreeKey, members_by_level: list[int], size: int, stride: int) -> PortLoads:
+    """Return the loads of groups that all lie alike: network.md 1.2 per port instead of per group.
+
+    (GPUs below)/k groups share each unit, so a ring loads it by 1/k per GPU, an all-to-all by (n - k)/n and a
+    tree by half of its cut edges over k.  Of point-to-point messages, those of the last ``stride`` slots of a
+    unit leave it, through their own NICs and rails.
+    """
+    per_nic = key.gpus_per_node // key.nics_per_node
+    nic_senders = min(stride, per_nic) / per_nic
+    loads: dict[Pattern, list[float]] = {pattern: [] for pattern in PATTERNS}
+    for level, gpus in enumerate(key.level_gpus[:-1]):
+        members = members_by_level[level]
+        if members == size:
+            for column in loads.values():
+                column.append(0.0)
+            continue
+        loads["ring"].append(1 / members)
+        loads["tree"].append(
+            tree_edges_cut(size // members_by_level[0], members // members_by_level[0]) / 2 / members
+        )
+        loads["pairs"].append((size - members) / size)
+        if level == key.nic_level:
+            loads["message"].append(nic_senders)
+        elif level == key.rail_level:
+            loads["message"].append(nic_senders * min(max(stride, key.gpus_per_node), gpus) / gpus)
+        else:
+            loads["message"].append(min(stride, gpus) / gpus)
+    return PortLoads(**{pattern: tuple(column) for pattern, column in loads.items()})
+
+
+def _counts(crossed: Crossings) -> _Counts:
+    """Reduce the entries of every level to one number per group."""
+    inner, num_groups = len(crossed.levels), len(crossed.groups)
+    counts = _Counts(
+        members=np.empty((inner, num_groups), dtype=np.int64),
+        runs=np.empty((inner, num_groups), dtype=np.int64),
+        exits=np.empty((inner, num_groups), dtype=np.int64),
+        num_domains=np.ones(num_groups, dtype=np.int64),
+    )
+    for level, here in enumerate(crossed.levels):
+        first = here.first_entry
+        counts.members[level] = np.minimum.reduceat(here.members, first)
+        counts.runs[level] = np.maximum(np.maximum.reduceat(here.runs, first), 1)
+        counts.exits[level] = here.leaves.sum(axis=1)
+    if crossed.levels:
+        domains = crossed.levels[0]
+        counts.num_domains[:] = np.diff(np.append(domains.first_entry, domains.members.size))
+    return counts
+
+
+def _worst(counts: _Counts) -> int:
+    """Return the group with the fewest members per domain; the most hops through outer levels break a tie.
+
+    The choice must not depend on any rate: a faster link would change latencies otherwise.
+    """
+    if not len(counts.members):
         return 0
-    uplink = np.array(tree.key.usable_bytes_per_s[1:])[:, None]
-    rate = np.where(shapes.members < size, shapes.members * shapes.share / shapes.runs * uplink, np.inf)
-    return int(np.lexsort((*shapes.members[::-1], rate.min(axis=0)))[0])
+    keys = (*counts.members[1:], *-counts.exits, counts.members[0])  # the last key counts most
+    return int(np.lexsort(keys)[0])
 
 
-def _shape_at(tree: SlotTree, shapes: _Shapes, group: int, size: int) -> GroupShape:
-    """Return one group of ``shapes`` as plain numbers, with the outermost level added."""
-    exits = [size if size > 1 else 0, *(int(value) for value in shapes.exits[:, group]), 0]
+def _shape(
+    key: TreeKey, counts: _Counts, group: int, loads: PortLoads, groups: Ints, *, stride: int | None = None
+) -> GroupShape:
+    """Return one group's counts as plain numbers, with the outermost level added, and everybody's loads."""
+    size = groups.shape[1]
+    exits = [size if size > 1 else 0, *(int(value) for value in counts.exits[:, group]), 0]
+    members = (*(int(value) for value in counts.members[:, group]), size)
     return GroupShape(
         size=size,
-        members=(*(int(value) for value in shapes.members[:, group]), size),
-        runs=(*(int(value) for value in shapes.runs[:, group]), 1),
+        members=members,
+        runs=(*(int(value) for value in counts.runs[:, group]), 1),
         hops=tuple(outer - inner for outer, inner in itertools.pairwise(exits)),
-        uplink_share=(*(float(value) for value in shapes.share[:, group]), 1.0),
-        num_domains=int(shapes.num_domains[group]),
+        num_domains=int(counts.num_domains[group]),
+        loads=loads,
+        torus=_torus_shape(key, members, groups, stride),
     )
+
+
+def _torus_shape(
+    key: TreeKey, members: tuple[int, ...], groups: Ints, stride: int | None
+) -> TorusShape | None:
+    """Return the link loads inside the torus: by the axis formula for boxes, by routing for other groups."""
+    level = torus_level(key.level_gpus, key.torus)
+    if level is None or members[level] == 1:
+        return None
+    box = box_shape(key.torus, members[level], stride) if stride else None
+    return box or routed_shape(key.torus, groups)

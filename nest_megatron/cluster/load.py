@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from functools import cache
 from pathlib import Path
@@ -46,6 +47,7 @@ _CLUSTER_OPTIONS = (
     "units",
     "nics_per_node",
     "rails",
+    "pxn",
     "nvls",
     "torus",
     "busbw_by_group_size",
@@ -91,6 +93,7 @@ def load_accelerator(name: str) -> Accelerator:
             "memory_efficiency",
             "wave_overhead_us",
             "kernel_gap_us",
+            "busy_link_share",
         ),
     )
 
@@ -113,6 +116,7 @@ def load_accelerator(name: str) -> Accelerator:
         memory_efficiency=share("memory_efficiency"),
         wave_overhead_s=units.seconds_from_us(fields.number("wave_overhead_us", at_least=0, at_most=1e4)),
         kernel_gap_s=units.seconds_from_us(fields.number("kernel_gap_us", at_least=0, at_most=1e4)),
+        busy_link_share=share("busy_link_share"),
     )
 
 
@@ -155,7 +159,7 @@ def occupy(cluster: Cluster, ranks_per_node: int) -> Cluster:
     if ranks_per_node == per_node:
         return cluster
     said = f"the job starts {ranks_per_node} ranks per node, a node of {cluster.name} has {per_node} GPUs"
-    if ranks_per_node > per_node or per_node % ranks_per_node:
+    if ranks_per_node > per_node or per_node % ranks_per_node or cluster.torus:
         said += ": assumed that every GPU of a node is used"
         return dataclasses.replace(cluster, assumptions=(*cluster.assumptions, said))
     levels = [
@@ -225,13 +229,13 @@ def _build(values: dict[str, Any], *, name: str, where: str) -> Cluster:
         units=read_units(fields, levels, nodes) if fields.has("units") else (),
         nics_per_node=fields.integer("nics_per_node", at_most=1024) if fields.has("nics_per_node") else None,
         rails=fields.flag("rails") if fields.has("rails") else True,
+        pxn=fields.flag("pxn") if fields.has("pxn") else True,
         nvls=fields.flag("nvls") if fields.has("nvls") else False,
         torus=torus,
         busbw_by_group_size_bytes_per_s=read_busbw(fields, levels[0])
         if fields.has("busbw_by_group_size")
         else {},
         scenarios=read_scenarios(fields, levels) if fields.has("scenarios") else (),
-        assumptions=("torus axes are recorded; collectives are priced by the levels",) if torus else (),
         source=where,
     )
 
@@ -254,9 +258,15 @@ def resize(cluster: Cluster, num_gpus: int) -> Cluster:
             f"{num_gpus} GPUs are fewer than one node: assumed a node of {num_gpus}, not {per_node}, GPUs"
         )
         per_node = num_gpus
-    levels = cluster.levels
+    levels, torus = cluster.levels, cluster.torus
     if num_gpus > levels[-1].gpus:
-        top = dataclasses.replace(levels[-1], gpus=round_up(num_gpus, levels[-2].gpus if levels[1:] else 1))
+        extends_torus = bool(torus) and math.prod(torus) == levels[-1].gpus
+        # A torus grows along its slowest axis, by whole planes of the others.
+        plane = math.prod(torus[:-1]) if extends_torus else 1
+        whole = math.lcm(levels[-2].gpus if levels[1:] else 1, plane)
+        top = dataclasses.replace(levels[-1], gpus=round_up(num_gpus, whole))
+        if extends_torus:
+            torus = (*torus[:-1], top.gpus // plane)
         said.append(f"level {top.name!r} holds {levels[-1].gpus} GPUs: assumed that it extends to {top.gpus}")
         levels = (*levels[:-1], top)
     nodes = cluster.nodes[:num_nodes]
@@ -265,8 +275,9 @@ def resize(cluster: Cluster, num_gpus: int) -> Cluster:
         gpus_per_node=per_node,
         num_nodes=num_nodes,
         levels=levels,
+        torus=torus,
         nodes=nodes,
-        units=_kept_units(cluster.units, nodes),
+        units=kept_units(cluster.units, nodes),
         assumptions=tuple(said),
     )
 
@@ -295,7 +306,7 @@ def _check_size(cluster: Cluster, num_gpus: int) -> None:
         )
 
 
-def _kept_units(named: tuple[Unit, ...], nodes: tuple[str, ...]) -> tuple[Unit, ...]:
+def kept_units(named: tuple[Unit, ...], nodes: tuple[str, ...]) -> tuple[Unit, ...]:
     """Drop the nodes that a smaller cluster does not have, and units without nodes."""
     kept = set(nodes)
     trimmed = (dataclasses.replace(unit, nodes=tuple(n for n in unit.nodes if n in kept)) for unit in named)

@@ -1,7 +1,8 @@
 """The algorithms of one collective as lines: a latency, and a transfer time that grows with the bytes.
 
-Symbols of research/network.md 1.1: n members, N domains, p members per domain, k_i members per unit of level
-i, x_i ring runs inside it, b_i usable bytes/s per GPU of level i (b_0 = B0 inside the domain), S bytes.
+Symbols of research/network.md 1.1: n members, N domains, p members per domain, b_i usable bytes/s per GPU of
+level i (b_0 = B0 inside the domain), S bytes; l_i is the load of the busiest port of level i
+(``cluster.crossings``), x_i/k_i for a ring of groups that lie alike.
 """
 
 from __future__ import annotations
@@ -9,29 +10,16 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import assert_never
 
+from nest_megatron.cluster.crossings import Pattern
 from nest_megatron.cluster.groups import GroupShape
+from nest_megatron.cluster.torus import torus_level
+from nest_megatron.cost.lines import CollectiveOp, Line
 from nest_megatron.cost.nccl import LL, PROTOCOLS, SIMPLE, nccl_constants
-from nest_megatron.errors import BadInputError, Factor
+from nest_megatron.cost.torus import torus_lines
+from nest_megatron.errors import BadInputError, Factor, PlannerFault
 from nest_megatron.specs.cluster import Cluster
-
-CollectiveOp = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p"]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One algorithm and protocol in one size bucket: beta(S) = ``intercept_s`` + ``slope_s_per_byte`` * S."""
-
-    name: str
-    alpha_s: float
-    slope_s_per_byte: float
-    intercept_s: float = 0.0
-
-    def beta_s(self, num_bytes: float) -> float:
-        """Return the transfer time of ``num_bytes``."""
-        return self.intercept_s + self.slope_s_per_byte * num_bytes
 
 
 class Algorithms:
@@ -57,12 +45,14 @@ class Algorithms:
         self._latency_s = tuple(level.latency_s for level in cluster.levels)
         self._busbw_table = tuple(sorted(cluster.busbw_by_group_size_bytes_per_s.items()))
         self._nvls = cluster.nvls and generation in constants.nvls_share_of_domain
-        # Level bandwidths are shared by all GPUs of a node; one GPU alone can use the line rate of its NIC.
-        nics = min(cluster.nics_per_node or cluster.gpus_per_node, cluster.gpus_per_node)
-        self._gpus_per_nic = cluster.gpus_per_node / nics
+        self._torus_level = torus_level(tuple(level.gpus for level in cluster.levels), cluster.torus)
 
     def lines(self, op: CollectiveOp, group: GroupShape, bucket: int) -> list[Line]:
         """Return every algorithm for sizes from ``2**(bucket-1)`` to ``2**bucket`` bytes."""
+        torus = self._torus_level
+        if torus is not None and group.torus and group.members[torus] == group.size:
+            rate, hop = self._usable_bytes_per_s[torus], self._latency_s[torus]
+            return list(torus_lines(op, group.size, group.torus, link_bytes_per_s=rate, hop_s=hop))
         match op:
             case "all_reduce":
                 lines = [*self._ring(group, rounds=2), *self._tree(group, bucket), *self._nvls_lines(group)]
@@ -89,19 +79,51 @@ class Algorithms:
         (below, low), (above, high) = table[index - 1], table[index]
         return low + (high - low) * (members - below) / (above - below)
 
-    def _uplinks(self, group: GroupShape) -> Iterator[tuple[int, float]]:
-        """Yield (level i, k_i * b_{i+1} / x_i) of every level whose units the group leaves (network.md)."""
-        for level, rate in enumerate(self._usable_bytes_per_s[1:]):
-            members = group.members[level]
-            if members < group.size:
-                yield level, members * rate * group.uplink_share[level] / group.runs[level]
+    def tree_domain_bytes_per_s(self, members: int) -> float:
+        """Return the algorithm bandwidth of the double binary tree in a domain: 0.46*B0 (network.md 1.2)."""
+        return self._constants.tree_share_of_domain * self.domain_bytes_per_s(members)
+
+    def nvls_bytes_per_s(self, members: int) -> float:
+        """Return A0, the algorithm bandwidth of a reduction in the NVLink switch (network.md 1.2).
+
+        Measured at 8 GPUs; larger domains keep the bus bandwidth of 8: GB200 with 72 GPUs reaches 835 to
+        847 GB/s, 8 B200 838.
+
+        Raises:
+            PlannerFault: the cluster has no such switch.
+        """
+        if not self._nvls:
+            raise PlannerFault("NEST-F13", "no reduction in the switch", factors=[Factor("nvls", self._nvls)])
+        rate = self._constants.nvls_share_of_domain[self._generation] * self.domain_bytes_per_s(members)
+        return rate * min(1.0, (7 / 8) * members / (members - 1))
+
+    def pairs_domain_bytes_per_s(self, members: int) -> float:
+        """Return B0a, the rate of all-to-all inside a domain: 0.95*B0 (network.md 1.2)."""
+        return self._constants.all_to_all_share_of_domain * self.domain_bytes_per_s(max(members, 2))
+
+    def inner_ring_bytes_per_s(self, group: GroupShape) -> float:
+        """Return what the ring hops inside a domain or a torus allow; infinite without such a hop."""
+        torus = self._torus_level
+        if torus is not None:
+            return self._usable_bytes_per_s[torus] * group.torus.links if group.torus else math.inf
+        return self.domain_bytes_per_s(group.members[0]) if group.hops[0] else math.inf
+
+    def uplink_s_per_byte(self, group: GroupShape, pattern: Pattern) -> float:
+        """Return max_i(l_i / b_{i+1}): seconds per byte of the pattern's unit at the busiest port (1.4)."""
+        loads = group.loads.of(pattern)
+        first = self._torus_level or 0  # levels inside a torus are hop classes, not uplinks
+        return max(
+            (
+                load / rate
+                for load, rate in zip(loads[first:], self._usable_bytes_per_s[first + 1 :], strict=True)
+            ),
+            default=0.0,
+        )
 
     def ring_bytes_per_s(self, group: GroupShape) -> float:
-        """Return busbw = min(B0, p*b1/x1, k2*b2/x2, ...) of a ring (network.md 1.2)."""
-        rates = [rate for _, rate in self._uplinks(group)]
-        if group.hops[0]:
-            rates.append(self.domain_bytes_per_s(group.members[0]))
-        return min(rates)
+        """Return busbw = min(B0, b1/l1, b2/l2, ...) of a ring: min(B0, p*b1/x1, ...) of network.md 1.2."""
+        outside = self.uplink_s_per_byte(group, "ring")
+        return min(self.inner_ring_bytes_per_s(group), 1 / outside if outside else math.inf)
 
     def _ll_cap(self, group: GroupShape) -> float:
         if group.num_domains == 1:
@@ -173,10 +195,6 @@ class Algorithms:
         rate = self.ring_bytes_per_s(group) * constants.pat_bandwidth_share
         yield Line("pat/Simple", alpha, (group.size - 1) / group.size / rate)
 
-    def _tree_uplinks(self, group: GroupShape) -> float:
-        """Return min_i(k_i * b_{i+1} / x_i) * g, g = 1 for two domains and 1/2 for more (network.md 1.2)."""
-        return min(rate for _, rate in self._uplinks(group)) * (1.0 if group.num_domains == 2 else 0.5)
-
     def _tree_net_latency_s(self, group: GroupShape, hop_s: float, protocol: int) -> float:
         """Return 2 * log2(N) hops, each through the level at which that part of the tree lies."""
         total = 0.0
@@ -186,14 +204,14 @@ class Algorithms:
         return total
 
     def _tree(self, group: GroupShape, bucket: int) -> Iterator[Line]:
-        """Double binary tree over domains, chains inside: S / min(0.46*B0, uplinks)."""
+        """Double binary tree over domains, chains inside: S / min(0.46*B0, b_{i+1}/l_i of the tree)."""
         if group.num_domains == 1:
             return
         constants = self._constants
-        rate = self._tree_uplinks(group)
         inner_members = group.members[0]
+        rate = 1 / self.uplink_s_per_byte(group, "tree")
         if group.hops[0]:
-            rate = min(rate, constants.tree_share_of_domain * self.domain_bytes_per_s(inner_members))
+            rate = min(rate, self.tree_domain_bytes_per_s(inner_members))
         for protocol, name in enumerate(PROTOCOLS):
             inner = 2 * (inner_members - 1) * self._inner_hop_s("tree", protocol)
             net = self._tree_net_latency_s(group, constants.net_hop_latency_s["tree"][protocol], protocol)
@@ -219,32 +237,25 @@ class Algorithms:
         return Line(name, alpha_s, slope, time_low - slope * low)
 
     def _nvls_lines(self, group: GroupShape) -> Iterator[Line]:
-        """NVLS in one domain: S / A0; NVLSTree over domains: S / min(A0, uplinks) (network.md 1.2).
-
-        A0 is measured at 8 GPUs; larger domains keep the bus bandwidth of 8: GB200 with 72 GPUs reaches
-        835 to 847 GB/s, 8 B200 838.
-        """
+        """NVLS in one domain: S / A0; NVLSTree over domains: S / min(A0, uplinks) (network.md 1.2)."""
         constants = self._constants
         members = group.members[0]
         if not self._nvls or members < constants.nvls_min_members[self._generation]:
             return
-        rate = constants.nvls_share_of_domain[self._generation] * self.domain_bytes_per_s(members)
-        rate *= min(1.0, (7 / 8) * members / (members - 1))
+        rate = self.nvls_bytes_per_s(members)
         if group.num_domains == 1:
             yield Line("nvls/Simple", constants.nvls_domain_latency_s, 1 / rate)
             return
         net = self._tree_net_latency_s(group, constants.nvls_net_hop_latency_s, SIMPLE)
-        rate = min(rate, self._tree_uplinks(group))
+        rate = min(rate, 1 / self.uplink_s_per_byte(group, "tree"))
         yield Line("nvlstree/Simple", constants.nvls_domain_latency_s + net, 1 / rate)
 
     def _all_to_all(self, group: GroupShape) -> Line:
-        """Direct pairs: max_i s*(n-k_i)/n / b_{i+1}, and s*(p-1)/n / (0.95*B0) inside (network.md 1.2)."""
+        """Direct pairs: max_i s*l_i/b_{i+1}, l_i = (n-k_i)/n, and s*(p-1)/n / (0.95*B0) inside (1.2)."""
         constants = self._constants
         size, inner = group.size, group.members[0]
-        inside = constants.all_to_all_share_of_domain * self.domain_bytes_per_s(max(inner, 2))
-        slope = (inner - 1) / size / inside
-        for level, rate in enumerate(self._usable_bytes_per_s[1:]):
-            slope = max(slope, (size - group.members[level]) / size / (rate * group.uplink_share[level]))
+        inside = self.pairs_domain_bytes_per_s(inner)
+        slope = max((inner - 1) / size / inside, self.uplink_s_per_byte(group, "pairs"))
         if group.num_domains == 1:
             return Line("pairs/Simple", constants.all_to_all_domain_latency_s, slope)
         alpha = self._peers_latency_s(size - inner) + self._latency_s[self._outermost(group)]
@@ -263,18 +274,11 @@ class Algorithms:
         return low + (high - low) * (peers - below) / (above - below)
 
     def _p2p(self, group: GroupShape) -> Iterator[Line]:
-        """Message between ring neighbours of the group: S / min(path), the slowest neighbour pair counts.
-
-        Each unit sends x_i messages at a time on the share of its k_i members, one pair on one NIC at most
-        (network.md 1.2).
-        """
+        """Message between ring neighbours, all members sending: S / min(path), the slowest pair counts."""
         constants = self._constants
         outermost = self._outermost(group)
-        if group.num_domains == 1:
-            rate = self.domain_bytes_per_s(2)
-        else:
-            nic = self._usable_bytes_per_s[1] * self._gpus_per_nic
-            rate = min(nic, *(uplink for _, uplink in self._uplinks(group)))
+        inside = 1 / self.domain_bytes_per_s(2) if group.hops[0] else 0.0
+        rate = 1 / max(inside, self.uplink_s_per_byte(group, "message"))
         for protocol in (LL, SIMPLE):
             if outermost == 0:
                 hop = self._inner_hop_s("ring", protocol)

@@ -1,28 +1,26 @@
 """Seconds of one block per micro-batch: compute, exposed communication by axis, recomputation, host floor.
 
-Formulas: research/time_model.md section 2 (exposure of TP, CP, EP; recompute; host floor), moe.md 3.5.
+Formulas: research/time_model.md section 2 (exposure of TP and CP; recompute), moe.md section 3 items 2 and 7.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nest_megatron.cluster.groups import GroupShape, group_shape
 from nest_megatron.cost.collectives import CollectiveModel
 from nest_megatron.cost.compute import ComputeModel, PassTime
+from nest_megatron.cost.dispatch import DispatchModel
+from nest_megatron.cost.host import BACKWARD_HOST_FACTOR, host_floor_s
 from nest_megatron.cost.overlap import HiddenShares
-from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph
+from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph, Operator
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import BlockChoice
 from nest_megatron.specs.model import BlockKind
 
-#: Backward host time relative to forward (time_model.md section 2, "Host floor").
-BACKWARD_HOST_FACTOR = 1.2
-#: Share of a sequence-parallel gather for the weight gradient that stays exposed.
-WGRAD_GATHER_EXPOSED = 0.5
-#: Usable share of a compute window that hides communication (network.md section 5, eta).
-WINDOW_USE = 0.9
 #: Recompute module -> prefix of the operators whose forward pass runs again.
 MODULE_OPERATORS = {
     "core_attn": ("attention_core", "cross_core"),
@@ -66,8 +64,11 @@ class BlockPricer:
     def __init__(self, job: TrainJob, cluster: Cluster) -> None:
         self.job = job
         self.cluster = cluster
+        self.time = job.profile.time
         self.compute = ComputeModel(cluster.accelerator, job)
-        self.collectives = CollectiveModel(cluster)
+        busy = beside_compute(cluster, cluster.accelerator.busy_link_share)
+        self.collectives = CollectiveModel(busy)
+        self.dispatch = DispatchModel(busy, self.collectives, self.time)
         self._groups: dict[tuple[int, int], GroupShape] = {}
 
     def group(self, size: int, stride: int) -> GroupShape:
@@ -77,45 +78,70 @@ class BlockPricer:
             self._groups[key] = group_shape(self.cluster, size, stride)
         return self._groups[key]
 
+    @property
+    def groups(self) -> dict[tuple[int, int], GroupShape]:
+        """(size, stride) -> shape of every group that a price asked for so far."""
+        return dict(self._groups)
+
+    def assume(self, groups: Mapping[tuple[int, int], GroupShape]) -> None:
+        """Price with these shapes instead of those of the cluster's own rank order (bounds of rank maps)."""
+        self._groups.update(groups)
+
     def graph(self, graph: LayerGraph, hidden: HiddenShares) -> GraphTime:
-        """Return the time of each block of ``graph``."""
+        """Return the time of each block of ``graph``; multi-token prediction counts as part of the head."""
+        layers = {kind: self._layer(graph, kind, hidden) for kind in graph.blocks}
+        head = self._block(graph.head, graph.choice, hidden, host_s=0.0)
+        if self.job.model.mtp_num_layers:
+            depth = _sum([layers[self.job.model.layer_kinds[-1]], head, self._mtp_projection(graph)])
+            head = _sum([head, *[depth] * self.job.model.mtp_num_layers])
         return GraphTime(
-            layers={kind: self._layer(graph, kind, hidden) for kind in graph.blocks},
+            layers=layers,
             embedding=self._block(graph.embedding, graph.choice, hidden, host_s=0.0),
-            head=self._block(graph.head, graph.choice, hidden, host_s=0.0),
+            head=head,
+        )
+
+    def _mtp_projection(self, graph: LayerGraph) -> BlockTime:
+        """Return the 2h x h projection in front of a multi-token-prediction layer, split over tp."""
+        tokens = next(op.m for op in graph.head.operators if op.name == "output_layer")
+        hidden = self.job.model.hidden_size
+        columns = max(1, hidden // graph.choice.tp)
+        cost = self.compute.operator(
+            Operator(name="mtp_projection", kind="gemm", m=tokens, n=columns, k=2 * hidden)
+        )
+        return BlockTime(
+            forward_s=cost.forward_s,
+            backward_s=cost.backward_s,
+            recompute_s=cost.forward_s,
+            parts_s={"compute": cost.forward_s + cost.backward_s},
         )
 
     def _layer(self, graph: LayerGraph, kind: BlockKind, hidden: HiddenShares) -> BlockTime:
-        block = graph.blocks[kind]
-        profile = self.job.profile
-        host_s = 0.0 if self.job.kernels.cuda_graphs else profile.host_floor_s
-        if kind == "moe":
-            host_s *= profile.moe_host_factor
-        return self._block(block, graph.choice, hidden, host_s=host_s)
+        overlapped = hidden.ep > 0 and graph.choice.ep > 1
+        host_s = host_floor_s(self.job, kind, expert_overlap=overlapped)
+        return self._block(graph.blocks[kind], graph.choice, hidden, host_s=host_s)
 
     def _block(self, block: Block, choice: BlockChoice, hidden: HiddenShares, *, host_s: float) -> BlockTime:
         compute = self.compute.block(block)
-        again = self._selective_recompute(block, choice)
+        if hidden.ep > 0 and any(c.axis == "ep" for c in block.collectives):
+            # The overlapped exchange takes SMs from the compute beside it.
+            slower = 1 + self.time.ep_compute_slowdown
+            compute = PassTime(compute.forward_s * slower, compute.backward_s * slower)
+        repeated = _recomputed(block, choice)
+        again = sum(self.compute.operator(op).forward_s for op in repeated)
+        # The host launches what runs again, too.
+        backward_host_s = host_s * (BACKWARD_HOST_FACTOR + len(repeated) / len(block.operators))
         comm = self._communication(block, choice, hidden, compute)
         forward = compute.forward_s + sum(t.forward_s for t in comm.values())
         backward = compute.backward_s + again + sum(t.backward_s for t in comm.values())
-        wait = max(0.0, host_s - forward) + max(0.0, BACKWARD_HOST_FACTOR * host_s - backward)
+        wait = max(0.0, host_s - forward) + max(0.0, backward_host_s - backward)
         parts = {"compute": compute.forward_s + compute.backward_s, "recompute": again, "host": wait}
         parts.update({axis: t.forward_s + t.backward_s for axis, t in comm.items()})
         forward = max(forward, host_s)
         return BlockTime(
             forward_s=forward,
-            backward_s=max(backward, BACKWARD_HOST_FACTOR * host_s),
+            backward_s=max(backward, backward_host_s),
             recompute_s=forward,
             parts_s={name: seconds for name, seconds in parts.items() if seconds},
-        )
-
-    def _selective_recompute(self, block: Block, choice: BlockChoice) -> float:
-        if choice.recompute.granularity != "selective":
-            return 0.0
-        prefixes = tuple(p for module in choice.recompute.modules for p in MODULE_OPERATORS.get(module, ()))
-        return sum(
-            self.compute.operator(op).forward_s for op in block.operators if op.name.startswith(prefixes)
         )
 
     def _communication(
@@ -130,10 +156,7 @@ class BlockPricer:
             elif collective.axis == "tp":
                 exposed = self._tensor(collective, choice, seconds, hidden, compute)
             else:
-                exposed = PassTime(
-                    collective.forward * (1 - hidden.ep) * seconds,
-                    collective.backward * (1 - hidden.ep) * seconds,
-                )
+                exposed = self._expert(collective, seconds, hidden, compute)
             axis = "ep" if collective.axis == "etp" else collective.axis
             total[axis] = total.get(axis, PassTime(0.0, 0.0)) + exposed
         return total
@@ -146,6 +169,11 @@ class BlockPricer:
             "etp": (choice.etp, 1),
         }[collective.axis]
         group = self.group(size, stride)
+        moe = self.job.model.moe
+        if collective.op == "all_to_all" and moe is not None:
+            if self.job.kernels.flex_backend and moe.dispatcher == "flex":
+                return self.dispatch.flex_s(collective.num_bytes / moe.top_k, moe, group)
+            return self.dispatch.all_to_all_s(collective.num_bytes, group)
         return self.collectives.time_s(collective.op, collective.num_bytes, group)
 
     def _tensor(
@@ -164,11 +192,25 @@ class BlockPricer:
         inside = self.group(choice.tp, 1).num_domains == 1
         forward = collective.forward * seconds
         plain = collective.backward - collective.backward_hidden
-        backward = (plain + WGRAD_GATHER_EXPOSED * collective.backward_hidden) * seconds
+        backward = (plain + self.time.wgrad_gather_exposed * collective.backward_hidden) * seconds
         forward_share = hidden.tp_forward if inside else 0.0
+        window = self.time.tp_window_share
         return PassTime(
-            max(forward * (1 - forward_share), forward - WINDOW_USE * compute.forward_s),
-            max(backward * (1 - hidden.tp_backward), backward - WINDOW_USE * compute.backward_s / 2),
+            max(forward * (1 - forward_share), forward - window * compute.forward_s),
+            max(backward * (1 - hidden.tp_backward), backward - window * compute.backward_s / 2),
+        )
+
+    def _expert(
+        self, collective: Collective, seconds: float, hidden: HiddenShares, compute: PassTime
+    ) -> PassTime:
+        """Return what the token exchange leaves exposed: the share not hidden, or beyond the shorter pass."""
+        forward, backward = collective.forward * seconds, collective.backward * seconds
+        window = self.time.ep_window_share * min(compute.forward_s, compute.backward_s)
+        if not hidden.ep:
+            return PassTime(forward, backward)
+        return PassTime(
+            max(forward * (1 - hidden.ep), forward - window),
+            max(backward * (1 - hidden.ep), backward - window),
         )
 
     def _ring(self, block: Block, ring: Collective, choice: BlockChoice, step_s: float) -> PassTime:
@@ -180,3 +222,37 @@ class BlockPricer:
             steps * max(0.0, step_s - attention.forward_s / choice.cp),
             steps * max(0.0, ring.backward / ring.forward * step_s - attention.backward_s / choice.cp),
         )
+
+
+def _recomputed(block: Block, choice: BlockChoice) -> list[Operator]:
+    """Return the operators whose forward pass selective recomputation runs again."""
+    if choice.recompute.granularity != "selective":
+        return []
+    prefixes = tuple(p for module in choice.recompute.modules for p in MODULE_OPERATORS.get(module, ()))
+    return [op for op in block.operators if op.name.startswith(prefixes)]
+
+
+def beside_compute(cluster: Cluster, share: float) -> Cluster:
+    """Return ``cluster`` with the NVLink rates that a collective reaches inside a training step.
+
+    Kernels of the step hold SMs and HBM bandwidth that a collective has for itself in a network benchmark.
+    """
+    inner = dataclasses.replace(cluster.levels[0], efficiency=cluster.levels[0].efficiency * share)
+    table = {size: rate * share for size, rate in cluster.busbw_by_group_size_bytes_per_s.items()}
+    return dataclasses.replace(
+        cluster, levels=(inner, *cluster.levels[1:]), busbw_by_group_size_bytes_per_s=table
+    )
+
+
+def _sum(blocks: Sequence[BlockTime]) -> BlockTime:
+    """Return the times of ``blocks`` one after the other."""
+    parts: dict[str, float] = {}
+    for block in blocks:
+        for name, seconds in block.parts_s.items():
+            parts[name] = parts.get(name, 0.0) + seconds
+    return BlockTime(
+        forward_s=sum(block.forward_s for block in blocks),
+        backward_s=sum(block.backward_s for block in blocks),
+        recompute_s=sum(block.recompute_s for block in blocks),
+        parts_s=parts,
+    )

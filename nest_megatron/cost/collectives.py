@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from nest_megatron.cluster.groups import GroupShape
-from nest_megatron.cost.algorithms import Algorithms, CollectiveOp, Line
+from nest_megatron.cost.algorithms import Algorithms
+from nest_megatron.cost.lines import CollectiveOp, Line
 from nest_megatron.errors import Factor, PlannerFault
 from nest_megatron.specs.cluster import Cluster
 

@@ -1,13 +1,12 @@
 """Seconds of one operator on one accelerator: tile waves, fused attention, memory-bound passes.
 
-Source of every formula: research/time_model.md section 2, constants section 3 (fitted column); grouped
-GEMM and host floor research/moe.md section 3.
+Source of every formula: research/time_model.md section 2; grouped GEMM research/moe.md section 3.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nest_megatron.errors import BadInputError, Factor
@@ -17,19 +16,14 @@ from nest_megatron.specs.job import TrainJob
 
 # Tile height, width, share of the full tile's rate.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (64, 128, 0.75))
-# Share of a partial last wave that is lost (1 = a whole wave).
-WAVE_SOFTNESS = 0.60
 # HBM bytes per output element: plain store, and fp32 accumulation of a weight gradient in the epilogue.
 STORE_BYTES, ACCUMULATE_BYTES = 2, 8
-# Elementwise bytes per weight when the accumulation is a kernel of its own.
-UNFUSED_WGRAD_BYTES = 10
-# Bytes per operand element of the cast and transpose in front of an fp8 or fp4 GEMM.
-FP8_CAST_BYTES = 3.1
-# Attention: occupancy floor, query rows per block, penalty of narrow heads.
-OCCUPANCY_FLOOR, QUERY_ROWS_PER_BLOCK, NARROW_HEAD, NARROW_HEAD_SHARE = 0.35, 128, 64, 0.75
-# Grouped GEMM: base factor, factor of one local expert, and the small-M term (moe.md table, r3).
-GROUPED_FACTOR, SINGLE_EXPERT_FACTOR, GROUPED_SMALL_M, GROUPED_REFERENCE_M = 1.18, 0.71, 0.42, 256
+# Attention: occupancy floor, rows of one thread block.
+OCCUPANCY_FLOOR, ROWS_PER_BLOCK, NARROW_HEAD = 0.35, 128, 64
+# Tokens per expert at which a grouped GEMM pays its small-batch factor once.
+GROUPED_REFERENCE_TOKENS = 256
 OPERAND_BYTES = {"fp8": 1.0, "fp4": 0.56, "fp32": 4.0}
+LOW_PRECISION = ("fp8", "fp4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +51,12 @@ class ComputeModel:
                 factors=[Factor("precision", job.recipe.name, job.origin("precision"))],
                 nearest=[f"precision {name}" for name in accelerator.peak_flops_per_s],
             )
+        # Attention runs in 16 bit beside low-precision GEMMs; a device without such units computes in its own.
+        self.plain_dtype = next(d for d in ("bf16", "fp16", self.dtype) if d in accelerator.peak_flops_per_s)
+        self.kernels = job.kernels
+        self.time = job.profile.time
         self.wgrad_fusion = job.recipe.wgrad_fusion
-        self.gap_s = 0.0 if job.kernels.cuda_graphs else accelerator.kernel_gap_s
+        self.grouped = job.model.moe is None or job.model.moe.grouped_gemm
         self.hbm_bytes_per_s = accelerator.hbm_bytes_per_s * accelerator.memory_efficiency
         self._gemm_s = lru_cache(maxsize=None)(self._gemm_time)
 
@@ -74,56 +72,98 @@ class ComputeModel:
         if op.kind == "gemm":
             return self._linear(op)
         if op.kind == "grouped_gemm":
-            return self._grouped(op)
+            return self._experts(op)
         if op.kind == "attention":
             return self._attention(op)
-        return PassTime(self._memory_s(op.forward_bytes), self._memory_s(op.backward_bytes))
+        return PassTime(self.memory_s(op.forward_bytes), self.memory_s(op.backward_bytes))
 
-    def _memory_s(self, num_bytes: int) -> float:
-        return num_bytes / self.hbm_bytes_per_s + self.gap_s if num_bytes else 0.0
+    def memory_s(self, num_bytes: float) -> float:
+        """Return seconds of one memory-bound kernel that moves ``num_bytes``."""
+        return num_bytes / self.hbm_bytes_per_s + self.accelerator.kernel_gap_s if num_bytes else 0.0
 
     def _linear(self, op: Operator) -> PassTime:
-        forward = self._gemm_s(op.m, op.n, op.k, op.batch, STORE_BYTES)
-        dgrad = self._gemm_s(op.m, op.k, op.n, op.batch, STORE_BYTES)
-        stored = ACCUMULATE_BYTES if self.wgrad_fusion else STORE_BYTES
-        wgrad = self._gemm_s(op.n, op.k, op.m, op.batch, stored)
-        if not self.wgrad_fusion:
-            wgrad += UNFUSED_WGRAD_BYTES * op.n * op.k * op.batch / self.hbm_bytes_per_s
-        return PassTime(forward, dgrad + wgrad)
+        """Price one linear layer: the output layer stays in 16 bit unless the recipe says otherwise."""
+        head = op.name == "output_layer" and not self.kernels.fp8_output_layer
+        dtype = self.plain_dtype if head and self.dtype in LOW_PRECISION else self.dtype
+        return self._gemms(op, dtype) + self._casts(op, dtype, forward=True, backward=True)
 
-    def _grouped(self, op: Operator) -> PassTime:
-        base = SINGLE_EXPERT_FACTOR if op.batch == 1 else GROUPED_FACTOR
-        factor = base + GROUPED_SMALL_M * GROUPED_REFERENCE_M / op.m
-        plain = self._linear(op)
-        return PassTime(factor * plain.forward_s, factor * plain.backward_s)
+    def _gemms(self, op: Operator, dtype: str) -> PassTime:
+        """Return the forward GEMM, and the input- and weight-gradient GEMMs."""
+        stored = ACCUMULATE_BYTES if self.wgrad_fusion else STORE_BYTES
+        forward = self._gemm_s(op.m, op.n, op.k, op.batch, STORE_BYTES, dtype)
+        backward = self._gemm_s(op.m, op.k, op.n, op.batch, STORE_BYTES, dtype)
+        backward += self._gemm_s(op.n, op.k, op.m, op.batch, stored, dtype)
+        if not self.wgrad_fusion:
+            backward += self.memory_s(self.time.unfused_wgrad_bytes * op.n * op.k * op.batch)
+        return PassTime(forward, backward)
+
+    def _casts(self, op: Operator, dtype: str, *, forward: bool, backward: bool) -> PassTime:
+        """Return the casts of the input and of the output gradient; weights are cast once per step."""
+        if dtype not in LOW_PRECISION:
+            return PassTime(0.0, 0.0)
+        per_row = self.time.fp8_cast_bytes * op.m * op.batch
+        return PassTime(
+            self.memory_s(per_row * op.k) if forward else 0.0,
+            self.memory_s(per_row * op.n) if backward else 0.0,
+        )
+
+    def _experts(self, op: Operator) -> PassTime:
+        """Price the experts of one rank; a fused MLP casts inside its GEMMs what lies between them."""
+        time, fused = self.time, self.kernels.fused_experts
+        first = op.name == "expert_up"
+        casts = self._casts(op, self.dtype, forward=first or not fused, backward=not first or not fused)
+        if not self.grouped:
+            one = self._gemms(replace(op, batch=1), self.dtype)
+            return PassTime(op.batch * one.forward_s, op.batch * one.backward_s) + casts
+        factor = time.single_expert_factor
+        if op.batch > 1:
+            factor = time.fused_experts_factor if fused else time.grouped_factor
+            factor += time.small_expert_factor * GROUPED_REFERENCE_TOKENS / op.m
+        plain = self._gemms(op, self.dtype)
+        return PassTime(factor * plain.forward_s, factor * plain.backward_s) + casts
 
     def _attention(self, op: Operator) -> PassTime:
         acc = self.accelerator
-        peak = acc.peak_flops_per_s["bf16" if "bf16" in acc.peak_flops_per_s else "fp16"]
-        blocks = op.batch * math.ceil(op.m / QUERY_ROWS_PER_BLOCK)
-        occupancy = OCCUPANCY_FLOOR + (1 - OCCUPANCY_FLOOR) * min(1.0, blocks / (2 * acc.num_sms))
-        rate = peak * occupancy * (NARROW_HEAD_SHARE if op.k <= NARROW_HEAD else 1.0)
-        forward = op.forward_flops / (rate * acc.attention_efficiency_forward)
-        backward = op.backward_flops / (rate * acc.attention_efficiency_backward)
+        rate = acc.peak_flops_per_s[self.plain_dtype] * self._attention_share(op)
+        forward = op.forward_flops / (
+            rate * acc.attention_efficiency_forward * self._occupancy(op.batch, op.m, waves=2)
+        )
+        backward = op.backward_flops / (
+            rate * acc.attention_efficiency_backward * self._occupancy(op.batch, op.n, waves=1)
+        )
+        gaps = 2 * acc.kernel_gap_s
         return PassTime(
-            forward + self._memory_s(op.forward_bytes) + self.gap_s,
-            backward + self._memory_s(op.backward_bytes) + self.gap_s,
+            forward + self.memory_s(op.forward_bytes) + gaps,
+            backward + self.memory_s(op.backward_bytes) + gaps,
         )
 
-    def _gemm_time(self, m: int, n: int, k: int, batch: int, store_bytes: int) -> float:
+    def _attention_share(self, op: Operator) -> float:
+        """Return the kernel's rate over the accelerator's attention efficiency."""
+        time, share = self.time, 1.0
+        if self.kernels.attention == "flash1":
+            share *= time.flash1_share
+        # Transformer Engine picks cuDNN or flash-attn 3 on Hopper; eager stacks run flash-attn 2 there.
+        if self.kernels.attention == "flash" and not self.kernels.transformer_engine:
+            share *= time.flash2_hopper_share if self.accelerator.generation == "hopper" else 1.0
+        if self.kernels.fp8_attention and self.dtype in LOW_PRECISION:
+            share *= time.fp8_attention_factor
+        return share * (time.narrow_head_share if op.k <= NARROW_HEAD else 1.0)
+
+    def _occupancy(self, batch: int, rows: int, *, waves: int) -> float:
+        """Return the rate that ``batch`` heads of ``rows`` rows reach, over a full device."""
+        blocks = batch * math.ceil(rows / ROWS_PER_BLOCK)
+        full = min(1.0, blocks / (waves * self.accelerator.num_sms))
+        return OCCUPANCY_FLOOR + (1 - OCCUPANCY_FLOOR) * full
+
+    def _gemm_time(self, m: int, n: int, k: int, batch: int, store_bytes: int, dtype: str) -> float:
         """Return seconds of ``batch`` GEMMs (m x k) @ (k x n): best tile, or the HBM bound if larger."""
         acc = self.accelerator
-        per_sm = acc.peak_flops_per_s[self.dtype] / acc.num_sms * acc.gemm_efficiency[self.dtype]
+        per_sm = acc.peak_flops_per_s[dtype] / acc.num_sms * acc.gemm_efficiency[dtype]
         compute_s = math.inf
         for height, width, share in TILES:
-            waves = math.ceil(m / height) * math.ceil(n / width) * batch / acc.num_sms
-            waves = waves + (math.ceil(waves) - waves) * WAVE_SOFTNESS if waves > 1 else 1.0
+            waves = math.ceil(math.ceil(m / height) * math.ceil(n / width) * batch / acc.num_sms)
             tile_s = 2 * height * width * k / (per_sm * share) + acc.wave_overhead_s
             compute_s = min(compute_s, waves * tile_s)
-        operand = OPERAND_BYTES.get(self.dtype, 2.0)
+        operand = OPERAND_BYTES.get(dtype, 2.0)
         moved = batch * (operand * (m * k + k * n) + store_bytes * m * n)
-        memory_s = moved / self.hbm_bytes_per_s
-        cast_s = 0.0
-        if self.dtype in ("fp8", "fp4"):
-            cast_s = FP8_CAST_BYTES * batch * (m * k + k * n) / self.hbm_bytes_per_s
-        return max(compute_s, memory_s) + cast_s + self.gap_s
+        return max(compute_s, moved / self.hbm_bytes_per_s) + acc.kernel_gap_s

@@ -22,6 +22,13 @@ from nest_megatron.cost.memory import (
 )
 from nest_megatron.cost.overlap import HiddenShares
 from nest_megatron.cost.rows import MemoryRow, columns, memory_row
+from nest_megatron.cost.sync import (
+    SyncModel,
+    expert_shard_size,
+    pp_stride,
+    shard_size,
+    shards_parameters,
+)
 from nest_megatron.graph.templates import layer_graph
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
@@ -30,10 +37,16 @@ from nest_megatron.specs.layout import BlockChoice, Layout, Overlap, Recompute
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
 
-# time_model.md section 2: bucket size, optimizer traffic per parameter, jitter per doubling beyond one node.
-BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK = 40_000_000, 1_000_000
-OPTIMIZER_BYTES_PER_SHARDED, OPTIMIZER_BYTES_PER_LOCAL = 33, 6
-JITTER_PER_DOUBLING, JITTER_FROM_GPUS = 0.004, 8
+#: The step jitter counts doublings from one node of so many GPUs (time_model.md section 2, "Total").
+JITTER_FROM_GPUS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Bytes that one rank sends to the next stage, and that tp then gathers (0: nothing to gather)."""
+
+    message_bytes: int
+    gathered_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +55,7 @@ class Row:
 
     memory: MemoryRow
     time: GraphTime
-    boundary_bytes: int
+    boundary: Boundary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +82,7 @@ class CostModel:
         self.pricer = BlockPricer(job, cluster)
         self._rows: dict[tuple[BlockChoice, bool, bool], int] = {}
         self._built: list[Row] = []
-        self._sync: dict[tuple[int, int, int, bool], tuple[float, float]] = {}
+        self.sync = SyncModel(self.pricer)
 
     def row(self, layout: Layout) -> int:
         """Return the index of the row of ``layout``; full recompute shares one row for all methods."""
@@ -86,10 +99,18 @@ class CostModel:
         graph = layer_graph(self.job, choice)
         memory = memory_row(self.job, graph)
         hidden = HiddenShares.of(self.job.profile, overlap)
-        # Pipeline messages are scattered over tp and gathered on arrival (time_model.md section 2, "p2p").
-        tokens = choice.micro_batch * self.job.sequence_length // choice.cp
-        boundary = self.job.recipe.activation_bytes * tokens * self.job.model.hidden_size
-        return Row(memory, self.pricer.graph(graph, hidden), boundary // choice.tp)
+        return Row(memory, self.pricer.graph(graph, hidden), self._boundary(choice))
+
+    def _boundary(self, choice: BlockChoice) -> Boundary:
+        """Return the message between pipeline stages (time_model.md section 2, "p2p")."""
+        job = self.job
+        tokens = choice.micro_batch * job.sequence_length // choice.cp
+        whole = job.recipe.activation_bytes * tokens * job.model.hidden_size
+        if choice.sequence_parallel:
+            return Boundary(whole // choice.tp, 0)
+        if job.profile.scatters_pipeline_messages and choice.tp > 1:
+            return Boundary(whole // choice.tp, whole)
+        return Boundary(whole, 0)
 
     def graph_time(self, layout: Layout) -> GraphTime:
         """Return the block times of ``layout``."""
@@ -154,52 +175,84 @@ class CostModel:
         hidden = HiddenShares.of(self.job.profile, layout.overlap)
         times[Column.P2P_HIDDEN] = hidden.p2p
         if layout.pp > 1:
-            group = self.pricer.group(layout.pp, self._pp_stride(layout))
-            times[Column.P2P] = self.pricer.collectives.time_s("p2p", row.boundary_bytes, group)
+            times[Column.P2P] = self._hop_s(layout, row.boundary)
+        if shards_parameters(self.job, layout):
+            self._add_gathers(times, layout, row)
         self._fill_sync(times, layout, hidden)
 
-    @staticmethod
-    def _pp_stride(layout: Layout) -> int:
-        inner = layout.tp * layout.cp
-        return inner if layout.order == "tp-cp-ep-pp-dp" else inner * layout.dp
+    def _hop_s(self, layout: Layout, boundary: Boundary) -> float:
+        """Return the seconds of one message to the next stage, its gather on arrival included."""
+        collectives, factor = self.pricer.collectives, self.job.profile.time.p2p_factor
+        stage = self.pricer.group(layout.pp, pp_stride(layout))
+        seconds = collectives.time_s("p2p", factor * boundary.message_bytes, stage)
+        if boundary.gathered_bytes:
+            tensor = self.pricer.group(layout.tp, 1)
+            seconds += collectives.time_s("all_gather", boundary.gathered_bytes, tensor)
+        return seconds
+
+    def _add_gathers(self, times: Float64, layout: Layout, row: Row) -> None:
+        """Add what fully sharded parameters cost every micro-batch, per layer and at both ends."""
+        memory = row.memory
+        for k, _ in enumerate(self.job.model.kinds):
+            parameters = memory.dense_parameters[k], memory.expert_parameters[k]
+            forward_s, backward_s = times[Column.FORWARD + k], times[Column.BACKWARD + k]
+            again_s = times[Column.AGAIN + k]
+            extra = self.sync.gathers(layout, *parameters, forward_s=forward_s, backward_s=backward_s)
+            # A recomputed layer's longer backward pass hides more: the columns must not depend on the split.
+            longer = self.sync.gathers(
+                layout, *parameters, forward_s=forward_s, backward_s=backward_s + again_s
+            )
+            times[Column.FORWARD + k] += extra.forward_s
+            times[Column.BACKWARD + k] += extra.backward_s
+            times[Column.AGAIN + k] += longer.backward_s - extra.backward_s
+        ends = (
+            (Column.F_FIRST, Column.B_FIRST, memory.parameters_first, 0),
+            (
+                Column.F_LAST,
+                Column.B_LAST,
+                memory.parameters_last_norm + memory.parameters_output,
+                memory.expert_parameters_last,
+            ),
+        )
+        for forward, backward, dense, expert in ends:
+            extra = self.sync.gathers(
+                layout, dense, expert, forward_s=times[forward], backward_s=times[backward]
+            )
+            times[forward] += extra.forward_s
+            times[backward] += extra.backward_s
 
     def _fill_sync(self, times: Float64, layout: Layout, hidden: HiddenShares) -> None:
         """Gradient and parameter synchronisation per bucket, and the optimizer step, per parameter."""
-        outer = layout.pp if layout.order == "tp-cp-ep-pp-dp" else 1
-        bucket = max(BUCKET_PARAMETERS, BUCKET_PARAMETERS_PER_RANK * layout.dp)
-        sharded = layout.sharding != "none"
-        alpha, beta = self._sync_terms(layout.dp * layout.cp, layout.tp * outer, bucket, sharded)
-        times[Column.SYNC_ALPHA_DENSE], times[Column.SYNC_BETA_DENSE] = alpha, beta
-        if self.job.model.moe is not None:
-            alpha, beta = self._sync_terms(layout.edp, layout.etp * layout.ep * outer, bucket, sharded)
-            times[Column.SYNC_ALPHA_EXPERT], times[Column.SYNC_BETA_EXPERT] = alpha, beta
+        bucket = self.sync.bucket(layout)
+        dense, expert = self.sync.dense(layout), self.sync.expert(layout)
+        times[Column.SYNC_ALPHA_DENSE], times[Column.SYNC_BETA_DENSE] = dense
+        times[Column.SYNC_ALPHA_EXPERT], times[Column.SYNC_BETA_EXPERT] = expert
         times[Column.BUCKET] = bucket
         times[Column.SYNC_HIDDEN] = hidden.dp
-        rate = self.pricer.compute.hbm_bytes_per_s
-        local = self.job.recipe.grad_bytes + OPTIMIZER_BYTES_PER_LOCAL
-        shard = layout.dp * layout.cp if sharded else 1
-        expert_shard = max(1, layout.edp) if sharded else 1
-        times[Column.OPTIMIZER_DENSE] = (OPTIMIZER_BYTES_PER_SHARDED / shard + local) / rate
-        times[Column.OPTIMIZER_EXPERT] = (OPTIMIZER_BYTES_PER_SHARDED / expert_shard + local) / rate
+        constants, rate = self.job.profile.time, self.pricer.compute.hbm_bytes_per_s
+        # Fully sharded gradients and weights leave the rank its share of them only.
+        whole = 1 if layout.sharding != "optim_grads_params" else 0
+        local = whole * (self.job.recipe.grad_bytes + constants.optimizer_local_bytes)
+        sharded = constants.optimizer_sharded_bytes
+        times[Column.OPTIMIZER_DENSE] = (sharded / shard_size(layout) + local) / rate
+        times[Column.OPTIMIZER_EXPERT] = (sharded / expert_shard_size(layout) + local) / rate
+        broadcast_s = self.sync.broadcast_s(layout)
+        if broadcast_s:
+            times[Column.OPTIMIZER_DENSE] += broadcast_s / self._parameters_per_rank(layout)
 
-    def _sync_terms(self, size: int, stride: int, bucket: int, sharded: bool) -> tuple[float, float]:
-        """Return latency per bucket and seconds per parameter: RS + AG when sharded, else one all-reduce."""
-        key = (size, stride, bucket, sharded)
-        if key not in self._sync:
-            recipe, model, group = self.job.recipe, self.pricer.collectives, self.pricer.group(size, stride)
-            wire = {"all_reduce": recipe.grad_reduce_bytes}
-            if sharded:
-                wire = {"reduce_scatter": recipe.grad_reduce_bytes, "all_gather": recipe.param_gather_bytes}
-            alpha = beta = 0.0
-            for op, bytes_per_parameter in wire.items():
-                terms = model.terms(op, group, bucket * bytes_per_parameter)  # type: ignore[arg-type]
-                alpha += terms.alpha_s
-                beta += terms.beta_s_per_byte * bytes_per_parameter
-            self._sync[key] = alpha, beta
-        return self._sync[key]
+    def _parameters_per_rank(self, layout: Layout) -> float:
+        """Return the mean dense parameters of one rank."""
+        memory = self._built[self.row(layout)].memory
+        layers = self.job.model.layer_kinds
+        total = sum(memory.dense_parameters[self.job.model.kinds.index(kind)] for kind in layers)
+        ends = memory.parameters_first + memory.parameters_last_norm + memory.parameters_output
+        return (total + ends) / layout.pp
 
     def step_time_s(self, pipeline_s: npt.ArrayLike) -> Float64:
         """Return step seconds from pipeline + synchronisation + optimizer: jitter, then fixed overhead."""
         doublings = math.log2(max(1.0, self.job.num_gpus / JITTER_FROM_GPUS))
-        overhead = self.job.profile.step_overhead_s * (0.3 if self.job.kernels.cuda_graphs else 1.0)
-        return np.asarray(pipeline_s) * (1.0 + JITTER_PER_DOUBLING * doublings) + overhead
+        constants, kernels = self.job.profile.time, self.job.kernels
+        overhead = self.job.profile.step_overhead_s
+        if kernels.cuda_graphs or kernels.cuda_graph_modules:
+            overhead *= constants.graphed_overhead_share
+        return np.asarray(pipeline_s) * (1.0 + constants.jitter_per_doubling * doublings) + overhead

@@ -7,6 +7,7 @@ Rules of ``megatron/training/arguments.py`` (``validate_args``, ``core_transform
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import PurePath
 from typing import Any
 
@@ -47,6 +48,7 @@ def read_model(args: Arguments, *, assumptions: list[str]) -> ModelSpec:
     vocab_size, divisible_by = _vocabulary(args, assumptions)
     if args.flag("multi_latent_attention") and args.flag("group_query_attention"):
         raise args.wrong("group_query_attention", "absent: latent attention has no query groups")
+    window, windowed = _window(args)
     try:
         return ModelSpec(
             name=_name(args),
@@ -68,6 +70,8 @@ def read_model(args: Arguments, *, assumptions: list[str]) -> ModelSpec:
             qk_norm=args.flag("qk_layernorm"),
             hidden_dropout=_dropout(args, "hidden_dropout"),
             attention_dropout=_dropout(args, "attention_dropout"),
+            attention_window=window,
+            windowed_share=windowed,
             moe=_moe(args, num_layers=num_layers, ffn=ffn),
             mla=_mla(args),
             mamba=_mamba(args, hidden) if "mamba" in kinds else None,
@@ -238,7 +242,30 @@ def _moe(args: Arguments, *, num_layers: int, ffn: int) -> MoESpec | None:
         capacity_factor=capacity if capacity is not None and capacity > 0 else None,
         grouped_gemm=args.flag("moe_grouped_gemm"),
         dispatcher=args.text("moe_token_dispatcher_type") or "allgather",
+        group_topk=args.integer("moe_router_group_topk"),
     )
+
+
+def _window(args: Arguments) -> tuple[int, float]:
+    """Return the keys a query looks back on in sliding-window layers, and the share of such layers.
+
+    ``--window-size`` is ``left,right``; ``--window-attn-skip-freq N`` keeps full attention in every N-th
+    layer, a list names the window layers with 1 (TransformerConfig, megatron-core 0.16).
+
+    Raises:
+        BadInputError: neither form.
+    """
+    sizes = re.findall(r"-?\d+", args.text("window_size") or "")
+    if not sizes or int(sizes[0]) < 0:
+        return 0, 0.0
+    if not args.has("window_attn_skip_freq"):
+        return int(sizes[0]), 1.0
+    pattern = list_expression(args.text("window_attn_skip_freq") or "")
+    if isinstance(pattern, int) and pattern > 0:
+        return int(sizes[0]), (pattern - 1) / pattern
+    if isinstance(pattern, list) and pattern and all(flag in (0, 1) for flag in pattern):
+        return int(sizes[0]), sum(pattern) / len(pattern)
+    raise args.wrong("window_attn_skip_freq", "a positive integer or a list expression of 0 and 1")
 
 
 def _layer_pattern(args: Arguments, num_layers: int) -> tuple[int, ...]:

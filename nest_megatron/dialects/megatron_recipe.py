@@ -11,7 +11,7 @@ from dataclasses import replace
 from nest_megatron.dialects.megatron_arguments import Arguments
 from nest_megatron.dialects.megatron_t5 import trains_t5
 from nest_megatron.errors import BadInputError
-from nest_megatron.specs.job import AttentionKernel, Kernels, LossKernel, Recipe
+from nest_megatron.specs.job import AttentionKernel, FlexBackend, Kernels, LossKernel, Recipe
 
 _FP32_BYTES = 4
 _HALF_BYTES = 2
@@ -173,6 +173,7 @@ def read_kernels(args: Arguments, *, assumptions: list[str]) -> Kernels:
         fused_by = args.choice("cross_entropy_fusion_impl", ("native", "te"))
         loss = "te_fused" if fused_by == "te" else "native_fused"
     gated = args.flag("swiglu")
+    graphs = _graphed_modules(args, assumptions)
     return Kernels(
         attention=_attention(args, backend, engine=engine),
         fused_norm=True,
@@ -180,7 +181,11 @@ def read_kernels(args: Arguments, *, assumptions: list[str]) -> Kernels:
         fused_activation=args.flag("bias_swiglu_fusion" if gated else "bias_gelu_fusion"),
         loss=loss,
         transformer_engine=engine,
-        cuda_graphs=_cuda_graphs(args, assumptions),
+        cuda_graphs=graphs == (),
+        cuda_graph_modules=graphs or (),
+        flex_backend=read_flex_backend(args),
+        fused_experts=args.flag("use_transformer_engine_op_fuser") and args.flag("moe_grouped_gemm"),
+        fp8_attention=args.flag("fp8_dot_product_attention"),
         large_cublas_workspace="4096" in str(args.environment.get("CUBLAS_WORKSPACE_CONFIG", "")),
         deferred_embedding_wgrad=args.flag("defer_embedding_wgrad_compute"),
         dataloader_mask=args.flag("create_attention_mask_in_dataloader")
@@ -207,10 +212,32 @@ def _attention(args: Arguments, backend: str, *, engine: bool) -> AttentionKerne
     return chosen.get(backend, unfused)
 
 
-def _cuda_graphs(args: Arguments, assumptions: list[str]) -> bool:
+#: Scopes that leave nothing of a layer to the host.
+_WHOLE_LAYER = ("full", "full_iteration")
+
+
+def _graphed_modules(args: Arguments, assumptions: list[str]) -> tuple[str, ...] | None:
+    """Return the modules inside CUDA graphs: () is the whole layer or iteration, None no graph at all.
+
+    ``cuda_graph_scope`` lists modules; without it, or with ``full``, a graph covers the layer
+    (TransformerConfig, megatron-core 0.16).
+    """
     graphs = args.flag("enable_cuda_graph") or args.flag("external_cuda_graph")
     implementation = args.text("cuda_graph_impl")
-    if graphs or implementation not in (None, "none"):
-        assumptions.append("CUDA graphs: the buffers that captured graphs hold are not priced")
-        return True
-    return False
+    if not graphs and implementation in (None, "none"):
+        return None
+    assumptions.append("CUDA graphs: the buffers that captured graphs hold are not priced")
+    scope = args.texts("cuda_graph_scope") or ()
+    return () if set(scope) & set(_WHOLE_LAYER) else tuple(scope)
+
+
+def read_flex_backend(args: Arguments) -> FlexBackend:
+    """Return what the flex dispatcher sends tokens with; "" under another dispatcher.
+
+    Raises:
+        BadInputError: a backend that Megatron-LM does not know.
+    """
+    if args.text("moe_token_dispatcher_type") != "flex":
+        return ""
+    backend: FlexBackend = args.choice("moe_flex_dispatcher_backend", ("deepep", "hybridep")) or "deepep"  # type: ignore[assignment]
+    return backend

@@ -180,7 +180,7 @@ def _ends(job: TrainJob, layout: Layout) -> tuple[int | None, int | None] | None
     middle = ranks[1] if pp > 2 else None
     first = ranks[0] if ranks[0] != middle else None
     last = ranks[-1] if ranks[-1] != middle else None
-    if 0 in (first, last) or any(count % layout.vpp for count in (first, last) if count is not None):
+    if 0 in ranks or any(count % layout.vpp for count in (first, last) if count is not None):
         return None
     wanted = uneven_layers(pp=pp, vpp=layout.vpp, num_layers=job.model.num_layers, first=first, last=last)
     return (first, last) if wanted == chunks else None

@@ -192,4 +192,6 @@ def read_kernels(view: ConfigView, version: NemoVersion) -> Kernels:
         loss=loss,
         transformer_engine=engine,
         cuda_graphs=version.at_least(2, 0) and view.flag("model.enable_cuda_graph"),
+        # NeMo has no key for the backend: the flex dispatcher sends with DeepEP (TransformerConfig default).
+        flex_backend="deepep" if view.text("model.moe_token_dispatcher_type") == "flex" else "",
     )

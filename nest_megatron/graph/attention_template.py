@@ -7,12 +7,11 @@ research/time_model.md section 2.
 from __future__ import annotations
 
 from nest_megatron.graph.layer_graph import Operator
-from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, NORM_BYTES, gemm
+from nest_megatron.graph.linear_template import gemm
 from nest_megatron.graph.sizes import Sizes
 
-ROTARY_BYTES = 8
-# Bytes per attention score of unfused and fused-softmax cores, forward and backward (time_model.md, 3).
-SCORE_BYTES = {"unfused": (20, 30), "fused_softmax": (11, 16)}
+# Keys of one tile of a sliding-window kernel.
+WINDOW_TILE = 128
 # Kernels that never store the scores.
 FUSED_ATTENTION = ("flash", "flash1", "cudnn")
 
@@ -31,20 +30,17 @@ def attention_operators(z: Sizes, *, causal: bool) -> list[Operator]:
             Operator(
                 name="qk_norm",
                 kind="memory",
-                forward_bytes=NORM_BYTES[z.kernels.fused_norm] * elements,
-                backward_bytes=round(BACKWARD_TRAFFIC[True] * NORM_BYTES[z.kernels.fused_norm] * elements),
+                **z.passes(z.norm_bytes * elements),
                 saved_bytes=z.act_bytes * elements,
                 parameters=2 * width,
             )
         )
     if not model.learned_positions:
-        traffic = ROTARY_BYTES * z.tokens * heads * width
         operators.append(
             Operator(
                 name="rotary",
                 kind="memory",
-                forward_bytes=traffic,
-                backward_bytes=round(BACKWARD_TRAFFIC[True] * traffic),
+                **z.passes(z.time.rotary_bytes * z.tokens * heads * width),
                 saved_bytes=z.facts.rotary_saved_bytes * z.tokens * z.h // t,
             )
         )
@@ -92,11 +88,11 @@ def _attention_core(
     """
     b, c = z.choice.micro_batch, z.choice.cp
     queries, keys = z.sequence // c, z.sequence if keys is None else keys
-    flops = 2 * b * queries * keys * heads * (qk_width + v_width)
-    flops = flops // 2 if causal else flops
+    visible = _visible_keys(z, keys) if causal else keys
+    flops = round(2 * b * queries * visible * heads * (qk_width + v_width))
     kernel = z.kernels.attention
     scores = b * heads * queries * keys
-    forward_score, backward_score = SCORE_BYTES.get(kernel, (0, 0))
+    forward_score, backward_score = _score_bytes(z)
     output = (z.act_bytes if z.low_bytes == z.act_bytes else z.act_bytes + 1) * z.tokens * heads * v_width
     transient = 0
     if kernel in FUSED_ATTENTION:
@@ -117,12 +113,31 @@ def _attention_core(
         batch=b * heads,
         forward_flops=flops,
         backward_flops=5 * flops // 2,
-        forward_bytes=forward_score * scores,
-        backward_bytes=backward_score * scores,
+        forward_bytes=round(forward_score * scores),
+        backward_bytes=round(backward_score * scores),
         saved_bytes=saved_qkv + output + core_saved,
         transient_bytes=transient,
         module="",
     )
+
+
+def _visible_keys(z: Sizes, keys: int) -> float:
+    """Return the keys a query works on under a causal mask, mean over plain and sliding-window layers.
+
+    A window kernel works on whole tiles on both sides of the window (research/moe.md section 3, item 6).
+    """
+    causal = keys / 2
+    window = min(causal, 2 * z.model.attention_window + WINDOW_TILE)
+    return causal + z.model.windowed_share * (window - causal)
+
+
+def _score_bytes(z: Sizes) -> tuple[float, float]:
+    """Return HBM bytes per attention score, forward and backward; 0 for kernels that never store one."""
+    if z.kernels.attention == "unfused":
+        return z.time.score_forward_bytes, z.time.score_backward_bytes
+    if z.kernels.attention == "fused_softmax":
+        return z.time.softmax_forward_bytes, z.time.softmax_backward_bytes
+    return 0.0, 0.0
 
 
 def mla_operators(z: Sizes) -> list[Operator]:
@@ -139,12 +154,13 @@ def mla_operators(z: Sizes) -> list[Operator]:
             z,
             mla.kv_lora_rank + mla.qk_rope_head_dim,
             z.h,
+            tokens=z.tokens_sp,
             saved=z.act_bytes * z.tokens_sp * latent,
         ),
         gemm("kv_up", z, heads * (mla.qk_head_dim + mla.v_head_dim), mla.kv_lora_rank),
     ]
     if mla.q_lora_rank:
-        operators.append(gemm("q_down", z, mla.q_lora_rank, z.h))
+        operators.append(gemm("q_down", z, mla.q_lora_rank, z.h, tokens=z.tokens_sp))
         operators.append(gemm("q_up", z, heads * qk, mla.q_lora_rank))
     else:
         operators.append(gemm("q_proj", z, heads * qk, z.h))

@@ -5,21 +5,25 @@ from __future__ import annotations
 from nest_megatron.graph.layer_graph import Operator
 from nest_megatron.graph.sizes import Sizes
 
-# Backward traffic of memory-bound work relative to forward, fused and unfused (time_model.md section 2).
-BACKWARD_TRAFFIC = {True: 1.7, False: 2.0}
-# HBM bytes per element that one pass of a norm moves, fused and unfused (time_model.md section 3, fitted).
-NORM_BYTES = {True: 4, False: 50}
-
 
 def gemm(
-    name: str, z: Sizes, n: int, k: int, *, bias: bool = False, module: str = "", saved: int = 0
+    name: str,
+    z: Sizes,
+    n: int,
+    k: int,
+    *,
+    tokens: int | None = None,
+    bias: bool = False,
+    module: str = "",
+    saved: int = 0,
 ) -> Operator:
-    """Return a linear layer of ``T x k -> T x n``; backward is two GEMMs of the same FLOP."""
-    flops = 2 * z.tokens * n * k
+    """Return a linear layer of ``tokens x k -> tokens x n``; backward is two GEMMs of the same FLOP."""
+    tokens = z.tokens if tokens is None else tokens
+    flops = 2 * tokens * n * k
     return Operator(
         name=name,
         kind="gemm",
-        m=z.tokens,
+        m=tokens,
         n=n,
         k=k,
         forward_flops=flops,
@@ -38,9 +42,9 @@ def mlp_operators(z: Sizes, name: str, width: int, *, module: str) -> list[Opera
     # Recomputing a whole MoE layer covers its shared expert.
     kept = not z.drops(module) and not (module == "shared_experts" and z.drops("moe"))
     copies = 2 if model.squared_relu_copy else 1
-    activation_traffic = (6 if model.gated_mlp else 4) * z.tokens * width
+    activation_traffic = z.activation_bytes * z.tokens * width
     if not z.kernels.fused_activation:
-        activation_traffic *= 2
+        activation_traffic *= z.time.unfused_activation_factor
     return [
         gemm(
             f"{name}_up", z, gates * width, z.h, bias=model.linear_bias, saved=z.act_bytes * up if kept else 0
@@ -48,8 +52,7 @@ def mlp_operators(z: Sizes, name: str, width: int, *, module: str) -> list[Opera
         Operator(
             name=f"{name}_activation",
             kind="memory",
-            forward_bytes=activation_traffic,
-            backward_bytes=round(BACKWARD_TRAFFIC[True] * activation_traffic),
+            **z.passes(activation_traffic),
             saved_bytes=copies * z.low_bytes * z.tokens * width if kept else 0,
             transient_bytes=z.act_bytes * z.tokens * width * (1 + gates) + 2 * z.act_bytes * z.tokens * z.h,
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nest_megatron.graph.layer_graph import Operator
-from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, gemm
+from nest_megatron.graph.linear_template import gemm
 from nest_megatron.graph.sizes import Sizes
 
 CHUNK_TOKENS = 256
@@ -33,8 +33,7 @@ def mamba_operators(z: Sizes) -> list[Operator]:
             kind="memory",
             forward_flops=scan_flops,
             backward_flops=2 * scan_flops,
-            forward_bytes=traffic,
-            backward_bytes=round(BACKWARD_TRAFFIC[True] * traffic),
+            **z.passes(traffic),
             saved_bytes=2 * z.act_bytes * z.tokens * inner + states,
             transient_bytes=z.act_bytes * z.tokens * (4 * inner + groups),
             parameters=convolution + 3 * heads + inner,

@@ -6,7 +6,7 @@ Sources: research/memory_model.md 2.3 (routed experts, router), research/moe.md 
 from __future__ import annotations
 
 from nest_megatron.graph.layer_graph import Operator
-from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, gemm, mlp_operators
+from nest_megatron.graph.linear_template import gemm, mlp_operators
 from nest_megatron.graph.sizes import Sizes
 
 # HBM bytes per routed element of permute + unpermute, and per token and expert of the router (moe.md 3.4).
@@ -14,8 +14,6 @@ PERMUTE_BYTES = 8
 ROUTER_BYTES = 20
 # Router logits, probabilities and their fp32 copies kept per token and expert (memory_model.md 2.3).
 ROUTER_SAVED_BYTES = 12
-# Permute passes of the all-to-all and of the flex dispatcher relative to one ideal pass (moe.md, fitted r3).
-PERMUTE_PASSES = {"alltoall": 4.2, "allgather": 4.2, "flex": 2.0}
 
 
 def moe_operators(z: Sizes) -> list[Operator]:
@@ -32,9 +30,11 @@ def moe_operators(z: Sizes) -> list[Operator]:
     width = moe.ffn_hidden_size // choice.etp
     kept = not z.drops("moe")
     act_kept = kept and not z.drops("moe_act")
-    passes = PERMUTE_PASSES.get(moe.dispatcher, PERMUTE_PASSES["alltoall"])
-    permute = round(passes * PERMUTE_BYTES * pairs * z.h)
-    activation = round(passes * 6 * pairs * width)
+    flex = moe.dispatcher == "flex"
+    passes = z.time.permute_flex_passes if flex else z.time.permute_alltoall_passes
+    activation = z.time.router_passes * z.activation_bytes * pairs * width
+    if model.linear_bias:
+        activation *= z.time.expert_bias_passes
     router = gemm("router", z, moe.num_experts, z.h)
     operators = [
         Operator(
@@ -42,16 +42,14 @@ def moe_operators(z: Sizes) -> list[Operator]:
             kind="memory",
             forward_flops=router.forward_flops,
             backward_flops=router.backward_flops,
-            forward_bytes=ROUTER_BYTES * z.tokens_sp * moe.num_experts,
-            backward_bytes=round(BACKWARD_TRAFFIC[True] * ROUTER_BYTES * z.tokens_sp * moe.num_experts),
+            **z.passes(z.time.router_passes * ROUTER_BYTES * z.tokens_sp * moe.num_experts),
             saved_bytes=ROUTER_SAVED_BYTES * z.tokens_sp * moe.num_experts if kept else 0,
             parameters=moe.num_experts * z.h,
         ),
         Operator(
             name="permute",
             kind="memory",
-            forward_bytes=permute,
-            backward_bytes=round(BACKWARD_TRAFFIC[True] * permute),
+            **z.passes(passes * PERMUTE_BYTES * pairs * z.h),
             saved_bytes=z.act_bytes * pairs * z.h if kept else 0,
             transient_bytes=pairs * (z.act_bytes * width * (2 + gates) + 2 * z.act_bytes * z.h),
         ),
@@ -61,8 +59,7 @@ def moe_operators(z: Sizes) -> list[Operator]:
         Operator(
             name="expert_activation",
             kind="memory",
-            forward_bytes=activation,
-            backward_bytes=round(BACKWARD_TRAFFIC[True] * activation),
+            **z.passes(0 if z.kernels.fused_experts else activation),
             # Non-gated experts keep the activation twice (memory_model.md 2.3).
             saved_bytes=z.low_bytes * pairs * width * (1 if model.gated_mlp else 2) if act_kept else 0,
         ),

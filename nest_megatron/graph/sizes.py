@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict
 
+from nest_megatron.specs.constants import StepConstants
 from nest_megatron.specs.job import FrameworkProfile, Kernels, Recipe, TrainJob
 from nest_megatron.specs.layout import BlockChoice
 from nest_megatron.specs.model import ModelSpec
+
+
+class Traffic(TypedDict):
+    """HBM bytes of a memory-bound operator in both passes, as the fields of ``Operator``."""
+
+    forward_bytes: int
+    backward_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +79,29 @@ class Sizes:
     def facts(self) -> FrameworkProfile:
         """The facts of the software stack."""
         return self.job.profile
+
+    @property
+    def time(self) -> StepConstants:
+        """The constants of the step-time formulas: HBM bytes per element of one pass."""
+        return self.job.profile.time
+
+    def passes(self, forward_bytes: float, *, fused: bool = True) -> Traffic:
+        """Return the traffic of a memory-bound operator: ``forward_bytes``, and what backward moves."""
+        time = self.job.profile.time
+        factor = time.backward_traffic_fused if fused else time.backward_traffic_unfused
+        return {"forward_bytes": round(forward_bytes), "backward_bytes": round(factor * forward_bytes)}
+
+    @property
+    def norm_bytes(self) -> float:
+        """HBM bytes per element of one norm."""
+        time = self.job.profile.time
+        return time.norm_fused_bytes if self.kernels.fused_norm else time.norm_unfused_bytes
+
+    @property
+    def activation_bytes(self) -> float:
+        """HBM bytes per FFN element of one activation function."""
+        time = self.job.profile.time
+        return time.activation_gated_bytes if self.model.gated_mlp else time.activation_plain_bytes
 
     @property
     def h(self) -> int:

@@ -14,7 +14,7 @@ from nest_megatron.graph.attention_template import (
     mla_operators,
 )
 from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph, Operator
-from nest_megatron.graph.linear_template import BACKWARD_TRAFFIC, NORM_BYTES, gemm, mlp_operators
+from nest_megatron.graph.linear_template import gemm, mlp_operators
 from nest_megatron.graph.mamba_template import mamba_operators
 from nest_megatron.graph.moe_template import moe_operators
 from nest_megatron.graph.sizes import Sizes
@@ -22,15 +22,13 @@ from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import BlockChoice
 from nest_megatron.specs.model import BlockKind
 
-# HBM bytes per element of one pass, by fusion state (research/time_model.md section 3, fitted column).
-RESIDUAL_BYTES = {True: 6, False: 25}
 # Mixer -> its offload modules, and the share of saved bytes that stays (memory_model.md 2.3, inferred).
 OFFLOAD_KEPT: dict[str, tuple[tuple[str, ...], float]] = {
     "attention": (("attn_norm", "qkv_linear", "core_attn", "attn_proj"), 0.12),
     "experts": (("expert_fc1", "moe_act"), 0.20),
 }
-# HBM bytes per local logit of the loss, forward + backward (time_model.md section 2, "Head / loss").
-LOSS_TRAFFIC_BYTES = {"te_fused": 14, "native_fused": 14, "vocab_parallel": 36}
+# Loss kernels that write no probabilities.
+FUSED_LOSS = ("te_fused", "native_fused")
 
 
 def layer_graph(job: TrainJob, choice: BlockChoice) -> LayerGraph:
@@ -91,15 +89,13 @@ def _mixer_operators(z: Sizes, mixer: str, *, causal: bool) -> list[Operator]:
 def _norm(z: Sizes, name: str) -> Operator:
     elements = z.tokens_sp * z.h
     fused = z.kernels.fused_norm
-    traffic = NORM_BYTES[fused] * elements
     # Input (always) and output (dropped by `layernorm` recompute; one byte when the consumer reads fp8).
     output_bytes = z.low_bytes * elements
     unfused = 0 if fused else z.facts.unfused_norm_saved_bytes * elements
     return Operator(
         name=name,
         kind="memory",
-        forward_bytes=traffic,
-        backward_bytes=round(BACKWARD_TRAFFIC[fused] * traffic),
+        **z.passes(z.norm_bytes * elements, fused=fused),
         saved_bytes=z.act_bytes * elements + (0 if z.drops("layernorm") else output_bytes) + unfused,
         parameters=z.h if z.model.rms_norm else 2 * z.h,
     )
@@ -108,12 +104,11 @@ def _norm(z: Sizes, name: str) -> Operator:
 def _residual(z: Sizes, name: str) -> Operator:
     elements = z.tokens_sp * z.h
     fused = z.kernels.fused_residual
-    traffic = RESIDUAL_BYTES[fused] * elements
+    per_element = z.time.residual_fused_bytes if fused else z.time.residual_unfused_bytes
     return Operator(
         name=name,
         kind="memory",
-        forward_bytes=traffic,
-        backward_bytes=round(BACKWARD_TRAFFIC[fused] * traffic),
+        **z.passes(per_element * elements, fused=fused),
         saved_bytes=elements if z.model.hidden_dropout > 0 else 0,
     )
 
@@ -204,7 +199,7 @@ def _embedding(z: Sizes) -> Block:
                 saved_bytes=part.tokens_sp * z.h if model.hidden_dropout > 0 else 0,
             )
         )
-        collectives += _edge_collectives(part)
+        collectives += _edge_collectives(part, forward=1, backward=0)
     return Block(kind="embedding", operators=tuple(operators), collectives=tuple(collectives))
 
 
@@ -222,7 +217,8 @@ def _head(z: Sizes) -> Block:
     pooler = 2 * z.h * z.h + 6 * z.h if model.pooler_head else 0
     # T5LMHead gives the logits a bias where the output layer shares the embedding (t5_model.py).
     bias = vocab if model.decoder is not None and model.tied_embeddings else 0
-    traffic = LOSS_TRAFFIC_BYTES[z.kernels.loss] * local_logits
+    fused = z.kernels.loss in FUSED_LOSS
+    traffic = (z.time.loss_fused_bytes if fused else z.time.loss_bytes) * local_logits
     operators = (
         *(_norm(part, name) for name, part in _stacks(z, "final_norm")),
         Operator(name="pooler", kind="memory", parameters=pooler),
@@ -230,20 +226,28 @@ def _head(z: Sizes) -> Block:
         Operator(
             name="loss",
             kind="memory",
-            forward_bytes=traffic // 2,
-            backward_bytes=traffic // 2,
+            forward_bytes=round(traffic / 2),
+            backward_bytes=round(traffic / 2),
             m=last.tokens,
             n=vocab,
             parameters=bias,
         ),
     )
-    return Block(kind="head", operators=operators, collectives=_edge_collectives(last))
+    return Block(kind="head", operators=operators, collectives=_edge_collectives(last, forward=0, backward=1))
 
 
-def _edge_collectives(z: Sizes) -> tuple[Collective, ...]:
-    """Return the vocabulary-parallel reduction of the embedding, or the gather in front of the head."""
+def _edge_collectives(z: Sizes, *, forward: int, backward: int) -> tuple[Collective, ...]:
+    """Return the vocabulary-parallel collective of the embedding or of the head.
+
+    The embedding reduces its output; the head copies its input and reduces that gradient.  Under sequence
+    parallelism each is a reduce-scatter one way and an all-gather the other (megatron-core, layers.py).
+    """
     if z.choice.tp == 1:
         return ()
     full = z.act_bytes * z.tokens * z.h
-    op = "reduce_scatter" if z.choice.sequence_parallel else "all_reduce"
-    return (Collective(axis="tp", op=op, num_bytes=full, forward=1, backward=1),)  # type: ignore[arg-type]
+    if not z.choice.sequence_parallel:
+        return (Collective(axis="tp", op="all_reduce", num_bytes=full, forward=forward, backward=backward),)
+    return (
+        Collective(axis="tp", op="reduce_scatter", num_bytes=full, forward=forward, backward=backward),
+        Collective(axis="tp", op="all_gather", num_bytes=full, forward=backward, backward=forward),
+    )

@@ -154,18 +154,17 @@ def _solver() -> str:
     from cython_dp import reference
 
     compiled = importlib.import_module("cython_dp.search")
+    problems = importlib.import_module("cython_dp.problem")
     arrays = _small_problem()
-    problem, twin = compiled.Problem(**arrays), reference.Problem(**arrays)
+    problem, twin = problems.Problem(**arrays), reference.Problem(**arrays)
     slow = reference.bounds(twin)
-    bound_s, extra_s = slow[0], slow[1]
-    order = bound_s.argsort(kind="stable")
+    limit_bytes = int(slow[2].max())
     pairs: list[tuple[Any, Any]] = [
-        *zip(compiled.bounds(problem), slow, strict=True),
+        *zip(problems.bounds(problem), slow, strict=True),
         # Not a number where a bound proved a candidate not worth simulating: equal there, too.
-        *zip(
-            compiled.best_first(problem, order, bound_s, extra_s, 0.0),
-            reference.best_first(twin, order, bound_s, extra_s, 0.0),
-            strict=True,
+        (
+            compiled.best_first(problem, limit_bytes).time_s,
+            reference.best_first(twin, limit_bytes).time_s,
         ),
     ]
     if not all(np.array_equal(left, right, equal_nan=True) for left, right in pairs):

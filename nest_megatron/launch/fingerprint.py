@@ -61,6 +61,7 @@ def fingerprint_of(
             "overrides": _digest(json.dumps(list(overrides))),
             "settings": _digest(settings_text),
             "cluster file": _file_digest(settings.cluster),
+            "topology file": _file_digest(settings.topology),
             "environment": _environment_digest(unresolved + settings_text),
             "calibration": load_store().digest if settings.calibration else "off",
             "versions": _versions_digest(),
@@ -73,12 +74,12 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _file_digest(cluster: str | None) -> str:
+def _file_digest(name: str | None) -> str:
     """Digest the content, not the path: ranks may mount the same file elsewhere.
 
     Shipped clusters are covered by ``code``; an unreadable file is the pipeline's error to report.
     """
-    path = Path(cluster) if cluster else None
+    path = Path(name) if name else None
     if path is None or not path.is_file():
         return "none"
     return hashlib.sha256(path.read_bytes()).hexdigest()

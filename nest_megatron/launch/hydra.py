@@ -14,6 +14,7 @@ from nest_megatron.errors import EXIT_OK, NestError, NothingToPlanError
 from nest_megatron.launch import planfile
 from nest_megatron.launch.environment import apply_environment
 from nest_megatron.launch.faults import errors_as_exit, leave, say
+from nest_megatron.launch.hostfile import write_hostfiles
 from nest_megatron.launch.overrides import override_strings
 from nest_megatron.launch.publish import Published, write_atomically
 from nest_megatron.launch.run import (
@@ -138,6 +139,8 @@ def _write_plan(run: Run) -> None:
         print_plan(published.value)
         say(f"plan file {path}", stream=sys.stdout)
         say(f"environment {planfile.write_env(published.value, path)}", stream=sys.stdout)
+        for hostfile in write_hostfiles(published.value.rank_map, path):
+            say(f"host file {hostfile}", stream=sys.stdout)
     raise SystemExit(EXIT_OK)
 
 

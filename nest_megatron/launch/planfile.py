@@ -80,6 +80,20 @@ def read_given(path: Path, fingerprint: Fingerprint) -> Plan:
     return _parse(text, fingerprint, path)
 
 
+def read_plan(path: Path) -> Plan:
+    """Read a plan of any job, sealed or not.
+
+    Raises:
+        BadInputError: the file is absent or no plan.
+        PublishedFailure: planning failed, and the file says why.
+    """
+    text = codec.read_text(path)
+    failure = read_failure(text, source=str(path))
+    if failure is not None:
+        raise PublishedFailure(failure, path)
+    return Plan.from_json(text, source=str(path))
+
+
 def seal(plan: Plan, fingerprint: Fingerprint) -> Plan:
     """Return the plan with its job's fingerprint and its own digest in ``provenance``."""
     provenance = dict(unsealed(plan).provenance)

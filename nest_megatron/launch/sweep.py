@@ -29,6 +29,7 @@ from nest_megatron.launch import planfile
 from nest_megatron.launch.callback_settings import NODE, is_setting, resolved
 from nest_megatron.launch.environment import require_environment
 from nest_megatron.launch.faults import errors_as_exit, faults_as_errors, leave, say
+from nest_megatron.launch.hostfile import write_hostfiles
 from nest_megatron.launch.hydra import FOLDER_NAME, write_record
 from nest_megatron.launch.overrides import override_strings
 from nest_megatron.launch.run import (
@@ -191,6 +192,7 @@ def _write_plan(run: Run, name: str, number: int) -> None:
         print_plan(published.value)
         say(f"plan file {path}", stream=sys.stdout)
         planfile.write_env(published.value, path)
+        write_hostfiles(published.value.rank_map, path)
 
 
 def _planned(run: Run, name: str, texts: list[str]) -> _Job:

@@ -209,7 +209,7 @@ def _resized(cluster: Cluster, num_gpus: int) -> Cluster:
 
 def _values(job: TrainJob, layout: Layout) -> dict[str, tuple[Any, ...]]:
     """Return the other values of each axis that could lower the peak, pins and bounds ignored."""
-    domains = Domains(dataclasses.replace(job, pins={}, bounds={}))
+    domains = Domains(dataclasses.replace(job, pins={}, bounds={}), wide=True)
     recompute: list[Recompute] = [r for r in domains.selective() if r.granularity == "selective"]
     if job.capabilities.full_recompute:
         recompute += [Recompute(granularity="full", method="uniform", num_layers=1), BLOCK_AUTO]
@@ -224,7 +224,7 @@ def _values(job: TrainJob, layout: Layout) -> dict[str, tuple[Any, ...]]:
         "vpp": tuple(range(1, layout.vpp)),
         "micro_batch": tuple(n for n in domains.micro_batch() if n < layout.micro_batch),
         "recompute": tuple(recompute),
-        "sharding": domains.sharding(),
+        "sharding": domains.shardings(),
     }
     if job.model.moe is None:
         del found["ep"], found["etp"]

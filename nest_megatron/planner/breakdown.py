@@ -33,7 +33,8 @@ _MODES = {"none": RECOMPUTE_NONE, "uniform": RECOMPUTE_UNIFORM, "block": RECOMPU
 
 def kind_prefix(job: TrainJob) -> npt.NDArray[np.int32]:
     """Return (NUM_KINDS, L + 1) counts of the layers of each kind slot before each layer."""
-    slots = np.array([job.model.kinds.index(kind) for kind in job.model.layer_kinds])
+    kinds, layers = job.model.kinds, job.model.layer_kinds
+    slots = np.array([kinds.index(kind) for kind in layers])
     flags = slots == np.arange(NUM_KINDS)[:, None]
     counts = np.concatenate([np.zeros((NUM_KINDS, 1)), np.cumsum(flags, axis=1)], axis=1)
     return np.ascontiguousarray(counts, dtype=np.int32)

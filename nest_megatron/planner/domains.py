@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
 from nest_megatron.graph.attention_template import FUSED_ATTENTION
+from nest_megatron.planner.splits import Split, balanced_splits, even_split, written_splits
+from nest_megatron.rules import facts_for
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Overlap, Recompute
 
 #: Largest micro-batch that is enumerated; beyond it GEMMs are long past saturation (time_model.md section 3).
 MAX_MICRO_BATCH = 64
+#: Shortest slice of a sequence per context-parallel rank, and narrowest slice of the hidden size per
+#: tensor-parallel rank beyond one node, that are enumerated as long as something fits without them: smaller
+#: ones leave GEMMs and messages that are mostly latency (time_model.md section 2, "Wave quantisation").
+MIN_SLICE_TOKENS, MIN_SLICE_WIDTH = 1024, 512
+#: Fewest ranks over which one of several optimizer instances still shards its state.
+MIN_SHARD_RANKS = 32
+MAX_OPTIMIZER_INSTANCES = 8
 #: Block recomputation of as few layers per chunk as the memory limit needs: memory falls and time grows with
 #: the number of layers, so every other number is slower or does not fit.  The search fills the number in.
 BLOCK_AUTO = Recompute(granularity="full", method="block", num_layers=1)
@@ -31,11 +40,23 @@ class Domains:
     pinned to what the configuration says, because their pinned value is already part of ``user_layout``.
     """
 
-    def __init__(self, job: TrainJob) -> None:
+    def __init__(self, job: TrainJob, *, wide: bool = False) -> None:
+        """Prepare the domains; ``wide`` lifts ``MIN_SLICE_TOKENS`` and ``MIN_SLICE_WIDTH``."""
         self.job = job
+        self.wide = wide
         self.fixed = {axis: self._pinned(axis) for axis in job.pins}
         self._world = divisors(job.num_gpus)
         self._overlaps: dict[tuple[bool, ...], Overlap] = {}
+        facts, able = facts_for(job.megatron_core_version), job.capabilities
+        self._string = able.layout_string and facts.layout_string
+        self._ends = able.uneven_ends and facts.uneven_ends
+        self._instances = able.optimizer_instances and facts.optimizer_instances
+        self._splits: dict[tuple[int, int], tuple[bool, tuple[Split, ...]]] = {}
+
+    @property
+    def least(self) -> int:
+        """Fewest layers of a chunk: only a layout string can leave one empty."""
+        return 0 if self._string else 1
 
     def _pinned(self, axis: str) -> Any:
         value = self.job.pins[axis]
@@ -53,15 +74,20 @@ class Domains:
         return tuple(natural)
 
     def tp(self) -> tuple[int, ...]:
-        """Divisors of the world that divide the heads."""
-        heads = self.job.model.num_attention_heads
-        return self._cut("tp", (d for d in self._world if heads % d == 0))
+        """Divisors of the world that divide the heads, up to one node or ``MIN_SLICE_WIDTH`` per rank."""
+        model = self.job.model
+        most = max(self.job.gpus_per_node, model.hidden_size // MIN_SLICE_WIDTH)
+        if self.wide:
+            most = model.num_attention_heads
+        return self._cut("tp", (d for d in self._world if model.num_attention_heads % d == 0 and d <= most))
 
     def cp(self, tp: int) -> tuple[int, ...]:
-        """Divisors of the world left over by tp; 1 where the dialect has no context parallelism."""
-        if not self.job.capabilities.context_parallel:
+        """Divisors of the world left over by tp, down to ``MIN_SLICE_TOKENS``; 1 without the feature."""
+        if not self.job.capabilities.context_parallel or self.job.num_gpus % tp:
             return self._cut("cp", (1,))
-        return self._cut("cp", divisors(self.job.num_gpus // tp) if self.job.num_gpus % tp == 0 else (1,))
+        sequence = self.job.sequence_length
+        most = sequence if self.wide else max(2, sequence // MIN_SLICE_TOKENS)
+        return self._cut("cp", (d for d in divisors(self.job.num_gpus // tp) if d <= most))
 
     def pp(self, tp: int, cp: int) -> tuple[int, ...]:
         """Divisors of the world left over by tp and cp, at most one stage per layer; 1 for encoder-decoders.
@@ -97,9 +123,29 @@ class Domains:
         """Divisors of the global batch up to ``MAX_MICRO_BATCH``."""
         return self._cut("micro_batch", (d for d in divisors(self.job.global_batch) if d <= MAX_MICRO_BATCH))
 
-    def sharding(self) -> tuple[str, ...]:
-        """What the dialect can express and the cost model prices (no sharding, ZeRO-1)."""
-        return self._cut("sharding", (s for s in self.job.capabilities.shardings if s in ("none", "optim")))
+    def sharding(self, layout: Any) -> tuple[tuple[str, int], ...]:
+        """(sharding, optimizer instances): what the dialect can express; several when each is large.
+
+        A pin or bound of sharding keeps the user's number of instances.
+        """
+        asked = self.job.user_layout.num_optimizer_instances
+        if "sharding" in self.fixed or "sharding" in self.job.bounds:
+            return tuple((name, asked if name != "none" else 1) for name in self.shardings())
+        found = [(name, 1) for name in self.job.capabilities.shardings]
+        if self._instances:
+            counts = {d for d in divisors(layout.dp * layout.cp) if 1 < d <= MAX_OPTIMIZER_INSTANCES}
+            counts = {d for d in counts if layout.dp * layout.cp // d >= MIN_SHARD_RANKS} | {asked}
+            found += [
+                (name, count)
+                for name in self.job.capabilities.shardings
+                if name != "none"
+                for count in sorted(counts - {1})
+            ]
+        return tuple(found)
+
+    def shardings(self) -> tuple[str, ...]:
+        """Sharding values that the dialect can express."""
+        return self._cut("sharding", self.job.capabilities.shardings)
 
     def order(self) -> tuple[str, ...]:
         """Rank orders the dialect has a switch for."""
@@ -112,40 +158,98 @@ class Domains:
         return self._cut("vpp", range(1, self.job.model.num_layers // pp + 1))
 
     def selective(self) -> tuple[Recompute, ...]:
-        """Row-changing recompute choices: nothing, and attention scores where they are stored at all."""
+        """Row-changing recompute choices: nothing, and the ladder of modules from cheap to large.
+
+        Cheap modules free much for little work; a flash kernel never stores scores, so there recomputing the
+        attention core costs time and frees nothing.
+        """
         nothing = Recompute()
         if "recompute" in self.fixed:
             pinned: Recompute = self.fixed["recompute"]
             return (pinned,) if pinned.granularity == "selective" else (nothing,)
         choices = [nothing]
-        # A flash kernel never stores the scores: recomputing them costs time and frees nothing.
-        if (
-            self.job.kernels.attention not in FUSED_ATTENTION
-            and "core_attn" in self.job.capabilities.recompute_modules
-        ):
-            choices.append(Recompute(granularity="selective", modules=("core_attn",)))
+        choices += [Recompute(granularity="selective", modules=modules) for modules in self._modules()]
+        asked = self.job.user_layout.recompute
+        if asked.granularity == "selective" and asked not in choices:
+            choices.append(asked)
         allowed = self.job.bounds.get("recompute")
         return tuple(c for c in choices if not allowed or c.granularity in (*allowed, "none"))
 
-    def recompute(self, row: Recompute, sizes: Sequence[int]) -> tuple[Recompute, ...]:
-        """Choices within one row: a selective row is itself; else none, everything, or ``BLOCK_AUTO``."""
+    def _modules(self) -> list[tuple[str, ...]]:
+        """Return nested sets of modules that this model has and this dialect and version can recompute."""
+        model = self.job.model
+        able = set(self.job.capabilities.recompute_modules)
+        able &= set(facts_for(self.job.megatron_core_version).recompute_modules)
+        rungs: list[tuple[str, ...]] = []
+        if self.job.kernels.attention not in FUSED_ATTENTION and "core_attn" in able:
+            rungs.append(("core_attn",))
+        cheap = []
+        if model.moe is not None and model.moe.grouped_gemm:
+            cheap.append("moe_act")
+        if model.mla is not None:
+            cheap.append("mla_up_proj")
+        fitting = tuple(name for name in cheap if name in able)
+        return rungs + ([(*(rungs[-1] if rungs else ()), *fitting)] if fitting else [])
+
+    def variants(
+        self, row: Recompute, pp: int, vpp: int
+    ) -> Iterator[tuple[Recompute, bool, tuple[Split, ...]]]:
+        """Yield (recompute, whether the split is free, the splits to choose from) of one row.
+
+        A selective row is itself; else nothing, every layer, or ``BLOCK_AUTO`` is recomputed.  Uniform
+        groups of more than one layer keep fewer inputs and hold more at once; they must divide every chunk,
+        so they go with equal chunks.
+        """
+        free, listed = self.splits(pp, vpp)
+        num_layers = self.job.model.num_layers
+        each = num_layers // (pp * vpp) if num_layers % (pp * vpp) == 0 else 0
+        for recompute in self._recomputations(row):
+            if recompute.method == "uniform" and recompute.num_layers > 1 and "layers" not in self.fixed:
+                yield recompute, False, written_splits(num_layers, pp, vpp, ends=self._string or self._ends)
+            elif recompute is not BLOCK_AUTO or max(map(max, listed)) > 1:
+                yield recompute, free, listed
+        if self._recomputes_all(row) and "recompute" not in self.fixed and "layers" not in self.fixed:
+            for group in divisors(each)[1:] if each else ():
+                groups = Recompute(granularity="full", method="uniform", num_layers=group)
+                yield groups, False, ((each,) * (pp * vpp),)
+
+    def _recomputes_all(self, row: Recompute) -> bool:
+        allowed = self.job.bounds.get("recompute")
+        able = self.job.capabilities.full_recompute and (not allowed or "full" in allowed)
+        return able and row.granularity == "none"
+
+    def _recomputations(self, row: Recompute) -> tuple[Recompute, ...]:
         if "recompute" in self.fixed:
             return (self.fixed["recompute"],)
         if row.granularity == "selective":
             return (row,)
-        choices = [Recompute()]
-        if self.job.capabilities.full_recompute:
-            choices.append(Recompute(granularity="full", method="uniform", num_layers=1))
-            if max(sizes, default=1) > 1:
-                choices.append(BLOCK_AUTO)
         allowed = self.job.bounds.get("recompute")
-        return tuple(c for c in choices if not allowed or c.granularity in allowed)
+        nothing = (Recompute(),) if not allowed or "none" in allowed else ()
+        every = Recompute(granularity="full", method="uniform", num_layers=1)
+        return (*nothing, every, BLOCK_AUTO) if self._recomputes_all(row) else nothing
 
-    def splits(self, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
-        """Layer counts per chunk worth trying: even, lighter ends, slots for embedding and loss."""
+    def splits(self, pp: int, vpp: int) -> tuple[bool, tuple[Split, ...]]:
+        """Return whether the stages may hold any numbers of layers, and the splits to choose from otherwise.
+
+        A free split comes with one example.  With interleaving a layout string is searched over chunks that
+        differ by one layer, with lighter ends.
+        """
         if "layers" in self.fixed:
-            return (self.fixed["layers"],)
-        return _splits(self.job.model.num_layers, pp, vpp)
+            return False, (self.fixed["layers"],)
+        if (pp, vpp) not in self._splits:
+            num_layers = self.job.model.num_layers
+            if self._string and pp > 1:
+                free = vpp == 1
+                listed = (even_split(num_layers, pp),) if free else balanced_splits(num_layers, pp, vpp)
+            else:
+                free, listed = False, written_splits(num_layers, pp, vpp, ends=self._ends)
+            self._splits[pp, vpp] = free, listed
+        return self._splits[pp, vpp]
+
+    def searches_split(self, split: Split, pp: int, vpp: int) -> bool:
+        """Return whether a search looks at this split."""
+        free, listed = self.splits(pp, vpp)
+        return (free and min(split) >= self.least) or split in listed
 
     def overlap(self, layout: Any, *, vpp: int) -> Overlap:
         """Return the overlap flags that go with a layout: the user's, as far as their conditions hold."""
@@ -172,40 +276,3 @@ class Domains:
             p2p=chunks,
             expert_all_to_all=asked.expert_all_to_all and experts and (flat or chunks),
         )
-
-
-@lru_cache(maxsize=4096)
-def _splits(num_layers: int, pp: int, vpp: int) -> tuple[tuple[int, ...], ...]:
-    """Return splits in the forms of ``rules.layers.split_form``; the rules keep the expressible ones."""
-    found: dict[tuple[int, ...], None] = {}
-    chunks = pp * vpp
-    if num_layers % chunks == 0:
-        found[(num_layers // chunks,) * chunks] = None
-    for slots_first, slots_last in ((1, 1), (0, 1), (1, 0)):
-        slots = num_layers + slots_first + slots_last
-        if chunks > 1 and slots % chunks == 0 and slots // chunks > 1:
-            each = slots // chunks
-            found[(each - slots_first, *([each] * (chunks - 2)), each - slots_last)] = None
-    for first, last in _ends(num_layers, pp, vpp):
-        middle = (num_layers - first - last) // (pp - 2) if pp > 2 else 0
-        stages = (first, *([middle] * (pp - 2)), last)
-        found[tuple(stages[j % pp] // vpp for j in range(chunks))] = None
-    return tuple(found)
-
-
-def _ends(num_layers: int, pp: int, vpp: int) -> list[tuple[int, int]]:
-    """Return (first, last) stage totals, multiples of vpp, at most two chunk rows below the middle."""
-    if pp < 2:
-        return []
-    # Embedding and head are extra work: ends heavier than the middle only move the bottleneck there.
-    middle = -(-num_layers // pp)
-    lightest = max(vpp, middle - 2 * vpp)
-    found = []
-    for first in range(lightest, middle + vpp):
-        for last in range(lightest, middle + vpp):
-            rest, middles = num_layers - first - last, pp - 2
-            if first % vpp or last % vpp or (middles == 0 and rest):
-                continue
-            if middles == 0 or (rest > 0 and rest % (middles * vpp) == 0):
-                found.append((first, last))
-    return found

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cython_dp import Problem, bounds, step_time
+from nest_megatron.cost.band import step_time_band_s
 from nest_megatron.cost.memory import band, device_bytes, feasible, phases
 from nest_megatron.cost.overlap import interval_ends
 from nest_megatron.cost.tables import CostModel, CostTables
@@ -22,10 +23,6 @@ from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import BlockChoice, Layout, Recompute
 from nest_megatron.specs.plan import Prediction, StagePrediction
-
-#: Half width of the 80 % band of an uncalibrated step time, dense and MoE: leave-one-family-out error
-#: (time_model.md section 4.3: median 7.7 %, p90 24 %) and leave-one-release-out (moe.md section 1: p90 27 %).
-BAND_DENSE, BAND_MOE = 0.17, 0.25
 
 
 def problem_of(job: TrainJob, tables: CostTables, layouts: Sequence[Layout]) -> Problem:
@@ -70,13 +67,14 @@ class Evaluator:
         self.job, self.cluster = job, cluster
         self.cost = CostModel(job, cluster)
         self._model_flops = model_flops(job)
+        self._factor = 1.0 if job.step_scale is None else job.step_scale.factor
 
     def step_times_s(self, layouts: Sequence[Layout]) -> list[float]:
         """Return the simulated step time of each layout, seconds."""
         problem = problem_of(self.job, self.cost.tables(layouts), layouts)
         _, extra_s, *_ = bounds(problem)
         times = [step_time(problem, i, float(extra_s[i])) for i in range(len(layouts))]
-        return [float(t) for t in self.cost.step_time_s(times)]
+        return [self._factor * float(t) for t in self.cost.step_time_s(times)]
 
     def predict(self, layouts: Sequence[Layout]) -> list[Prediction]:
         """Return the full prediction of each layout."""
@@ -105,6 +103,16 @@ class Evaluator:
             )
         return found
 
+    def _scaled(
+        self, stages: tuple[StagePrediction, ...], split: dict[str, float]
+    ) -> tuple[tuple[StagePrediction, ...], dict[str, float]]:
+        """Return stage table and split under the calibrated factor, which multiplies every second alike."""
+        factor = self._factor
+        if factor == 1.0:
+            return stages, split
+        scaled = tuple(dataclasses.replace(stage, busy_s=factor * stage.busy_s) for stage in stages)
+        return scaled, {name: factor * seconds for name, seconds in split.items()}
+
     def _prediction(
         self,
         detail: Detail,
@@ -116,14 +124,15 @@ class Evaluator:
         split: dict[str, float],
     ) -> Prediction:
         job, visible = self.job, self.cluster.accelerator.visible_bytes
-        width = BAND_MOE if job.model.moe is not None else BAND_DENSE
+        step_s = self._factor * step_s
+        stages, split = self._scaled(stages, split)
         fits = bool(feasible(np.array([peak]), job, visible)[0])
         accelerator = self.cluster.accelerator
         peak_flops = accelerator.peak_flops_per_s[job.recipe.compute_dtype] * job.num_gpus
         tokens = job.global_batch * job.sequence_length
         return Prediction(
             step_time_s=step_s,
-            step_time_band_s=(step_s * (1 - width), step_s * (1 + width)),
+            step_time_band_s=step_time_band_s(job, detail.layout, step_s, split),
             tokens_per_s_per_gpu=tokens / step_s / job.num_gpus,
             mfu=self._model_flops / step_s / peak_flops,
             peak_allocated_bytes=peak,

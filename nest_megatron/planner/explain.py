@@ -178,13 +178,20 @@ def _not_searched(job: TrainJob, layout: Layout) -> list[str]:
     found = []
     if layout.micro_batch > MAX_MICRO_BATCH:
         found.append(f"micro-batches above {MAX_MICRO_BATCH} are not searched")
-    if layout.num_layers_per_chunk not in domains.splits(layout.pp, layout.vpp):
-        found.append("this split of the layers is not searched: ends heavier than the middle, or other forms")
+    if not domains.searches_split(layout.num_layers_per_chunk, layout.pp, layout.vpp):
+        found.append(
+            "this split of the layers is not searched: interleaved chunks differ by more, or other forms"
+        )
+    natural = Domains(dataclasses.replace(job, pins={}, bounds={}))
+    for axis, values in (("tp", natural.tp()), ("cp", natural.cp(layout.tp))):
+        if getattr(layout, axis) > max(values, default=1):
+            found.append(f"{axis} this large is searched only when nothing else fits")
     chosen = layout.recompute
     if chosen.granularity == "selective" and chosen not in domains.selective():
         found.append("selective recomputation of these modules is not searched")
-    if chosen.method == "uniform" and chosen.num_layers > 1:
-        found.append("uniform recomputation is searched with groups of one layer")
-    if layout.sharding not in domains.sharding():
+    equal = len(set(layout.num_layers_per_chunk)) == 1
+    if chosen.method == "uniform" and chosen.num_layers > 1 and not equal:
+        found.append("uniform recomputation of several layers at once is searched with equal chunks")
+    if layout.sharding not in domains.shardings():
         found.append(f"sharding {layout.sharding} is not searched")
     return found

@@ -6,20 +6,23 @@ among near ties is outside of it and stated in the plan.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cython_dp import Problem, best_first, bounds, smallest_block
+from cython_dp import Found, Problem, best_first, bounds
 from nest_megatron.cost.memory import device_bytes, memory_limits
 from nest_megatron.cost.tables import CostModel, CostTables
 from nest_megatron.errors import Factor, NoPlanError
 from nest_megatron.planner.advise import advise
 from nest_megatron.planner.batches import batch_shortage
 from nest_megatron.planner.breakdown import kind_prefix
+from nest_megatron.planner.floors import StateFloor, work_floors
 from nest_megatron.planner.space import Space, enumerate_space
 from nest_megatron.rules import RULES
 from nest_megatron.rules.base import FIELDS
@@ -36,6 +39,12 @@ TIGHT_GAIN = 0.10
 RUNNER_UPS = 3
 #: Repairs that the error names when nothing fits.
 NAMED_REPAIRS = 3
+#: Nodes priced in full before the first solution says which others can matter.
+FIRST_NODES = 512
+#: Simulations of a part that only says which nodes can matter.
+PROBES = 32
+#: Simulations when the caller sets no budget: none of the searches measured in docs/planner.md comes near.
+UNLIMITED = 2**62
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,74 +69,152 @@ class SearchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class _Searched:
-    """Solver results over the whole space."""
+class _Solved:
+    """The priced part of a space and what the solver found in it under one memory limit.
+
+    Attributes:
+        configurations: candidates of the whole space; those outside the part are slower than what was found.
+    """
 
     space: Space
-    problem: Problem
-    bound_s: npt.NDArray[np.float64]
-    extra_s: npt.NDArray[np.float64]
-    peak_bytes: npt.NDArray[np.int64]
-    feasible: npt.NDArray[np.bool_]
-    fits: npt.NDArray[np.bool_]
+    tables: CostTables
+    job: TrainJob
+    found: Found
+    configurations: int
+
+    def layout(self, i: int) -> Layout:
+        """Return the fastest layout found of candidate ``i``."""
+        return self.space.layout(i, sizes=self.found.sizes[i], num_recompute=int(self.found.num_recompute[i]))
+
+    @property
+    def best_s(self) -> float:
+        """Least simulated time, infinite when nothing was simulated."""
+        times = self.found.time_s
+        return float(np.nanmin(times)) if np.isfinite(times).any() else math.inf
+
+    def peak_bytes(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the allocated peak of the solutions of some candidates."""
+        sizes = [self.found.sizes[int(i)] for i in chosen]
+        starts = np.concatenate([[0], np.cumsum([len(split) for split in sizes])[:-1]])
+        space = self.space
+        problem = Problem(
+            **_node_arrays(self.job, self.tables, space),
+            node=space.node[chosen],
+            vpp=space.vpp[chosen],
+            group=space.group[chosen],
+            mode=space.mode[chosen],
+            num_recompute=self.found.num_recompute[chosen].astype(np.int32),
+            split_start=starts.astype(np.int32),
+            sizes=np.array([n for split in sizes for n in split], dtype=np.int32),
+        )
+        return bounds(problem)[2]
 
 
-def search(job: TrainJob, cluster: Cluster, *, force: bool = False) -> SearchResult:
+def search(job: TrainJob, cluster: Cluster, *, force: bool = False, budget: int = UNLIMITED) -> SearchResult:
     """Return the best layout of ``job`` on ``cluster``.
+
+    Args:
+        budget: simulations after which the search answers with the best so far; its certificate has the gap.
 
     Raises:
         NoPlanError: no layout is legal, or none that is legal fits the memory (and ``force`` is off).
     """
     started = time.perf_counter()
+    fits_below, runs_below = memory_limits(job, cluster.accelerator.visible_bytes)
+    state = StateFloor(job, runs_below)
+    for wide in (False, True):
+        space = enumerate_space(job, state=state, wide=wide)
+        if not len(space):
+            continue
+        fits = _solve(job, CostModel(job, cluster), space, fits_below, budget)
+        cutoff_s = fits.best_s * (1.0 - TIGHT_GAIN)
+        problem = candidate_problem(job, fits.tables, fits.space)
+        runs = best_first(problem, runs_below, TIE, cutoff_s=cutoff_s, budget=budget)
+        tight = replace(fits, found=runs)
+        if math.isfinite(min(fits.best_s, tight.best_s)):
+            chosen = tight if tight.best_s < cutoff_s else fits
+            evaluated = fits.found.evaluated + tight.found.evaluated
+            return _result(cluster, chosen, evaluated, started, tight=chosen is tight, forced=False)
+    return _forced(job, cluster, started, force=force)
+
+
+def _solve(job: TrainJob, cost: CostModel, space: Space, limit_bytes: int, budget: int) -> _Solved:
+    """Search the nodes with the least work first; the rest only where it can still matter.
+
+    The first part is searched without finishing free splits: it only says which other nodes can matter.
+    """
+    interleaves = np.zeros(len(space.nodes), dtype=np.bool_)
+    interleaves[space.node[space.vpp > 1]] = True
+    floors = work_floors(cost, space.nodes, interleaves)
+    order = np.argsort(floors, kind="stable")
+    count, best_s = min(FIRST_NODES, len(order)), math.inf
+    while count < len(order) and not math.isfinite(best_s):
+        part = space.only(np.sort(order[:count]))
+        problem = candidate_problem(job, cost.tables(part.nodes), part)
+        times = best_first(problem, limit_bytes, leaves=0, budget=PROBES).time_s
+        best_s = float(np.nanmin(times)) if np.isfinite(times).any() else math.inf
+        if not math.isfinite(best_s):
+            count = min(4 * count, len(order))
+    wanted = int((floors <= best_s * (1.0 + TIE)).sum())
+    part = space.only(np.sort(order[:wanted]))
+    tables = cost.tables(part.nodes)
+    found = best_first(candidate_problem(job, tables, part), limit_bytes, TIE, budget=budget)
+    return _Solved(part, tables, job, found, len(space))
+
+
+def _forced(job: TrainJob, cluster: Cluster, started: float, *, force: bool) -> SearchResult:
+    """Return the layout with the smallest need, when the user insists.
+
+    Raises:
+        NoPlanError: no layout is legal, or ``force`` is off.
+    """
     space = enumerate_space(job)
     if not len(space):
+        space = enumerate_space(job, wide=True)
+    if not len(space):
         raise _nothing_legal(job, space)
-    state = _solve(job, cluster, space)
-    groups = {"fits": state.fits, "tight": state.feasible & ~state.fits}
-    if not state.feasible.any():
-        if not force:
-            raise _nothing_fits(job, cluster, state)
-        groups = {"fits": state.feasible, "tight": state.peak_bytes == state.peak_bytes.min()}
-    found = {name: _best_first(state, mask) for name, mask in groups.items()}
-    best_s = {
-        name: np.nanmin(times) if np.isfinite(times).any() else np.inf for name, (times, _) in found.items()
-    }
-    tight = bool(best_s["tight"] < best_s["fits"] * (1.0 - TIGHT_GAIN))
-    name = "tight" if tight else "fits"
-    times, _ = found[name]
-    chosen = _select(job, state, times, cluster.accelerator.visible_bytes)
-    certificate = _certificate(state, groups[name], times, sum(n for _, n in found.values()), started)
+    tables = CostModel(job, cluster).tables(space.nodes)
+    problem = candidate_problem(job, tables, space)
+    peak_bytes = bounds(problem)[2]
+    if not force:
+        raise _nothing_fits(job, cluster, space, peak_bytes)
+    found = best_first(problem, int(peak_bytes.min()))
+    solved = _Solved(space, tables, job, found, len(space))
+    return _result(cluster, solved, found.evaluated, started, tight=False, forced=True)
+
+
+def _result(
+    cluster: Cluster, solved: _Solved, evaluated: int, started: float, *, tight: bool, forced: bool
+) -> SearchResult:
+    times = solved.found.time_s
+    chosen = _select(solved, cluster.accelerator.visible_bytes)
+    certificate = _certificate(solved, evaluated, started)
     return SearchResult(
-        best=state.space.layout(chosen),
-        fastest=state.space.layout(int(np.nanargmin(times))),
-        runner_ups=_runner_ups(state, times, chosen),
+        best=solved.layout(chosen),
+        fastest=solved.layout(int(np.nanargmin(times))),
+        runner_ups=_runner_ups(solved, chosen),
         certificate=certificate,
-        rejections=_rejections(state, certificate),
+        rejections=_rejections(solved.space, certificate),
         tight=tight,
-        forced=not state.feasible.any(),
+        forced=forced,
     )
 
 
-def _solve(job: TrainJob, cluster: Cluster, space: Space) -> _Searched:
-    tables = CostModel(job, cluster).tables(space.nodes)
-    limits = memory_limits(job, cluster.accelerator.visible_bytes)
-    automatic = candidate_problem(job, tables, space)
-    space = space.with_blocks(*(smallest_block(automatic, limit) for limit in limits))
-    problem = candidate_problem(job, tables, space)
-    bound_s, extra_s, peak, _, _ = bounds(problem)
-    fits_below, runs_below = limits
-    return _Searched(space, problem, bound_s, extra_s, peak, peak <= runs_below, peak <= fits_below)
+def _node_arrays(job: TrainJob, tables: CostTables, space: Space) -> dict[str, Any]:
+    return {
+        "prefix": kind_prefix(job),
+        "node_pp": np.array([node.pp for node in space.nodes], dtype=np.int32),
+        "node_m": np.array([node.num_micro_batches for node in space.nodes], dtype=np.int32),
+        "node_times": tables.node_times,
+        "node_params": tables.node_params,
+        "node_memory": tables.node_memory,
+    }
 
 
 def candidate_problem(job: TrainJob, tables: CostTables, space: Space) -> Problem:
     """Return the solver's problem over every candidate of ``space``."""
     return Problem(
-        prefix=kind_prefix(job),
-        node_pp=np.array([node.pp for node in space.nodes], dtype=np.int32),
-        node_m=np.array([node.num_micro_batches for node in space.nodes], dtype=np.int32),
-        node_times=tables.node_times,
-        node_params=tables.node_params,
-        node_memory=tables.node_memory,
+        **_node_arrays(job, tables, space),
         node=space.node,
         vpp=space.vpp,
         group=space.group,
@@ -135,26 +222,24 @@ def candidate_problem(job: TrainJob, tables: CostTables, space: Space) -> Proble
         num_recompute=space.num_recompute,
         split_start=space.split_start,
         sizes=space.sizes,
+        free=space.free,
+        choice_first=space.choice_first,
+        choice_count=space.choice_count,
+        choices=space.choices,
+        floor=space.floor,
+        least=space.domains.least,
     )
 
 
-def _best_first(state: _Searched, mask: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.float64], int]:
-    """Simulate the candidates of ``mask`` that can come within TIE of its best."""
-    members = np.flatnonzero(mask)
-    order = members[np.argsort(state.bound_s[members], kind="stable")]
-    times, evaluated = best_first(state.problem, order, state.bound_s, state.extra_s, TIE)
-    return times, evaluated
-
-
-def _select(job: TrainJob, state: _Searched, times: npt.NDArray[np.float64], visible_bytes: int) -> int:
+def _select(solved: _Solved, visible_bytes: int) -> int:
     """Among plans within TIE prefer more head-room (steps of 1 %), then fewer changes, then speed."""
-    best = np.nanmin(times)
-    near = np.flatnonzero(times <= best * (1.0 + TIE))
-    used = state.peak_bytes[near] // (visible_bytes // 100)
+    times = solved.found.time_s
+    near = np.flatnonzero(times <= solved.best_s * (1.0 + TIE))
+    used = solved.peak_bytes(near) // (visible_bytes // 100)
     least = near[used == used.min()]
 
     def key(i: int) -> tuple[int, float, int]:
-        return changes(job.user_layout, state.space.layout(int(i))), float(times[i]), int(i)
+        return changes(solved.job.user_layout, solved.layout(int(i))), float(times[i]), int(i)
 
     # Only the fastest few of equal head-room need their changes counted.
     fastest = least[np.argsort(times[least], kind="stable")][:64]
@@ -166,50 +251,44 @@ def changes(user: Layout, other: Layout) -> int:
     return sum(getattr(user, FIELDS[axis]) != getattr(other, FIELDS[axis]) for axis in AXES)
 
 
-def _runner_ups(state: _Searched, times: npt.NDArray[np.float64], chosen: int) -> tuple[Layout, ...]:
+def _runner_ups(solved: _Solved, chosen: int) -> tuple[Layout, ...]:
     """Return the fastest other layouts, one per set of (tp, cp, pp, ep, etp, micro-batch)."""
     degrees: Callable[[Layout], tuple[int, ...]] = lambda x: (x.tp, x.cp, x.pp, x.ep, x.etp, x.micro_batch)  # noqa: E731
-    seen = {degrees(state.space.nodes[int(state.space.node[chosen])])}
+    space, times = solved.space, solved.found.time_s
+    seen = {degrees(space.nodes[int(space.node[chosen])])}
     found: list[Layout] = []
     for i in np.argsort(times, kind="stable"):
         if not np.isfinite(times[i]) or len(found) == RUNNER_UPS:
             break
-        node = degrees(state.space.nodes[int(state.space.node[i])])
+        node = degrees(space.nodes[int(space.node[i])])
         if node not in seen:
             seen.add(node)
-            found.append(state.space.layout(int(i)))
+            found.append(solved.layout(int(i)))
     return tuple(found)
 
 
-def _certificate(
-    state: _Searched,
-    mask: npt.NDArray[np.bool_],
-    times: npt.NDArray[np.float64],
-    evaluated: int,
-    started: float,
-) -> Certificate:
-    objective = float(np.nanmin(times))
-    open_bounds = state.bound_s[mask & ~np.isfinite(times)]
-    lower = min(objective, float(open_bounds.min())) if open_bounds.size else objective
+def _certificate(solved: _Solved, evaluated: int, started: float) -> Certificate:
+    found, space = solved.found, solved.space
+    simulated = int(np.isfinite(found.time_s).sum())
     return Certificate(
         search_s=time.perf_counter() - started,
-        configurations=len(state.space),
+        configurations=solved.configurations,
         evaluated=evaluated,
         pruned={
-            "rule": sum(state.space.rejections.values()),
-            "memory": int((~state.feasible).sum()),
-            "bound": int(state.feasible.sum()) - evaluated,
+            "rule": sum(space.rejections.values()),
+            "memory": found.out_of_memory + space.too_large,
+            "bound": solved.configurations - found.out_of_memory - simulated,
         },
-        lower_bound_s=lower,
-        objective_s=objective,
-        gap=objective / lower - 1.0,
+        lower_bound_s=found.lower_bound_s,
+        objective_s=solved.best_s,
+        gap=solved.best_s / found.lower_bound_s - 1.0,
     )
 
 
-def _rejections(state: _Searched, certificate: Certificate) -> dict[str, int]:
+def _rejections(space: Space, certificate: Certificate) -> dict[str, int]:
     """Return the histogram of first reasons: the rules in their own words, then memory and speed."""
     words = {rule.name: f"{rule.code}: {rule.doc}" for rule in RULES}
-    found = {words[name]: count for name, count in state.space.rejections.items()}
+    found = {words[name]: count for name, count in space.rejections.items()}
     found["does not fit in memory"] = certificate.pruned["memory"]
     found["slower (proven by its lower bound)"] = certificate.pruned["bound"]
     return {reason: count for reason, count in found.items() if count}
@@ -240,16 +319,18 @@ def _nothing_legal(job: TrainJob, space: Space) -> NoPlanError:
     )
 
 
-def _nothing_fits(job: TrainJob, cluster: Cluster, state: _Searched) -> NoPlanError:
-    smallest = int(state.peak_bytes.argmin())
-    layout = state.space.layout(smallest)
-    peak = int(state.peak_bytes[smallest])
+def _nothing_fits(
+    job: TrainJob, cluster: Cluster, space: Space, peak_bytes: npt.NDArray[np.int64]
+) -> NoPlanError:
+    smallest = int(peak_bytes.argmin())
+    layout = space.layout(smallest)
+    peak = int(peak_bytes[smallest])
     need = int(device_bytes(np.array([peak]), job)[0]) + job.reserved_bytes
     visible = cluster.accelerator.visible_bytes
     repair = advise(job, cluster, layout)
     return NoPlanError(
         "NEST-P02",
-        f"none of {len(state.space)} legal layouts fits in {gib(visible):.1f} GiB of "
+        f"none of {len(space)} legal layouts fits in {gib(visible):.1f} GiB of "
         f"{cluster.accelerator.name}: "
         f"the smallest needs {gib(need):.1f} GiB",
         factors=[

@@ -1,23 +1,26 @@
 """Every legal layout that the dialect can execute, as arrays for the solver.
 
-Axes are bound in the order of ``NODE_AXES`` (a *node*), then vpp, then split and recompute (a *candidate*).
-Verdicts are cached by the axes a rule declares, so the legality of a split is decided once per (pp, vpp, ...)
-and not once per layout.
+Axes are bound in the order of ``NODE_AXES`` (a *node*), then vpp, then splits and recompute (a *candidate*).
+Verdicts are cached by the axes a rule declares, and the candidates of a node by the axes that later rules
+read, so the legality of a split is decided once per (pp, vpp, ...) and not once per layout.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cython_dp import RECOMPUTE_BLOCK, RECOMPUTE_NONE, RECOMPUTE_UNIFORM
-from nest_megatron.planner.domains import Domains
+from nest_megatron.planner.domains import BLOCK_AUTO, Domains
+from nest_megatron.planner.drafts import Draft, Judge
+from nest_megatron.planner.floors import StateFloor
+from nest_megatron.planner.splits import Split
 from nest_megatron.rules import Rule, facts_for, rules_by_depth
 from nest_megatron.rules.base import FIELDS
 from nest_megatron.specs.job import TrainJob
@@ -27,17 +30,19 @@ Int32 = npt.NDArray[np.int32]
 
 NODE_AXES = ("tp", "cp", "pp", "sequence_parallel", "ep", "etp", "micro_batch", "sharding", "order")
 CANDIDATE_AXES = ("vpp", "layers", "recompute", "overlap")
+#: Axes that decide, with vpp, whether the micro-batches and layers can be dealt to chunks.
+_PIPELINE_AXES = frozenset({"tp", "cp", "pp", "micro_batch", "vpp"})
 _MODES = {"none": RECOMPUTE_NONE, "uniform": RECOMPUTE_UNIFORM, "block": RECOMPUTE_BLOCK}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Variants:
-    """What may follow one (node, vpp): parallel arrays of split, recompute mode and layer count."""
-
-    vpp: int
-    split_start: Int32
-    mode: Int32
-    num_recompute: Int32
+_COLUMNS = (
+    "vpp",
+    "mode",
+    "num_recompute",
+    "split_start",
+    "free",
+    "choice_first",
+    "choice_count",
+    "floor",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +51,12 @@ class Space:
 
     Attributes:
         nodes: layouts without vpp, split and layer recomputation; a node's recompute is its row's.
-        node, vpp, group, mode, num_recompute, split_start: (C,) int32, see ``cython_dp.reference.Problem``.
-        sizes: concatenated layer counts per chunk.
-        rejections: rule name -> number of prefixes it cut first.
+        node, vpp, group, mode, num_recompute, split_start, free, choice_first, choice_count, floor: (C,)
+        int32,
+            see ``cython_dp.reference.Problem``.
+        sizes: concatenated layer counts per chunk; ``choices``: where the splits to choose from start in it.
+        rejections: rule name -> number of prefixes it cut first; ``too_large``: prefixes whose weights and
+            optimizer alone do not fit.
         examples: rule name -> the first message it gave.
     """
 
@@ -59,8 +67,14 @@ class Space:
     mode: Int32
     num_recompute: Int32
     split_start: Int32
+    free: Int32
+    choice_first: Int32
+    choice_count: Int32
+    floor: Int32
     sizes: Int32
+    choices: Int32
     rejections: dict[str, int]
+    too_large: int
     examples: dict[str, str]
     domains: Domains
 
@@ -68,146 +82,119 @@ class Space:
         """Return the number of candidates."""
         return len(self.node)
 
-    def layout(self, i: int) -> Layout:
-        """Return the complete layout of candidate ``i``."""
+    def only(self, nodes: npt.NDArray[np.int64]) -> Space:
+        """Return the space of the candidates of some nodes, in the same order."""
+        number = np.full(len(self.nodes), -1, dtype=np.int32)
+        number[nodes] = np.arange(len(nodes), dtype=np.int32)
+        kept = np.flatnonzero(number[self.node] >= 0)
+        columns = {name: getattr(self, name)[kept] for name in (*_COLUMNS, "group")}
+        return dataclasses.replace(
+            self, nodes=tuple(self.nodes[i] for i in nodes), node=number[self.node[kept]], **columns
+        )
+
+    def alone(self, i: int) -> Space:
+        """Return the space of candidate ``i`` only."""
+        columns = {name: getattr(self, name)[i : i + 1] for name in (*_COLUMNS, "group")}
+        node = self.nodes[int(self.node[i])]
+        return dataclasses.replace(self, nodes=(node,), node=np.zeros(1, dtype=np.int32), **columns)
+
+    def layout(self, i: int, *, sizes: Sequence[int] = (), num_recompute: int = 0) -> Layout:
+        """Return the complete layout of candidate ``i``.
+
+        Args:
+            sizes: layers per chunk, the candidate's example by default.
+            num_recompute: recomputed layers; by default the candidate's own, or one where they are open.
+        """
         node = self.nodes[int(self.node[i])]
         vpp, start = int(self.vpp[i]), int(self.split_start[i])
         recompute = node.recompute
         if self.mode[i] != RECOMPUTE_NONE:
             method: RecomputeMethod = "uniform" if self.mode[i] == RECOMPUTE_UNIFORM else "block"
-            recompute = Recompute(granularity="full", method=method, num_layers=int(self.num_recompute[i]))
+            layers = num_recompute or int(self.num_recompute[i]) or BLOCK_AUTO.num_layers
+            recompute = Recompute(granularity="full", method=method, num_layers=layers)
+        example = self.sizes[start : start + node.pp * vpp]
         return dataclasses.replace(
             node,
             vpp=vpp,
-            num_layers_per_chunk=tuple(int(n) for n in self.sizes[start : start + node.pp * vpp]),
+            num_layers_per_chunk=tuple(int(n) for n in (sizes or example)),
             recompute=recompute,
             overlap=self.domains.overlap(node, vpp=vpp),
         )
 
-    def with_blocks(self, *counts: Int32) -> Space:
-        """Return the space with every automatic block replaced by the given layer counts (0 drops it).
 
-        Args:
-            counts: (C,) layers per chunk for candidates in block mode, one array per memory limit.
-        """
-        block = self.mode == RECOMPUTE_BLOCK
-        index = [np.flatnonzero(~block)]
-        layers = [self.num_recompute[index[0]]]
-        seen: list[Int32] = []
-        for count in counts:
-            fresh = block & (count > 0)
-            for earlier in seen:
-                fresh &= count != earlier
-            index.append(np.flatnonzero(fresh))
-            layers.append(count[index[-1]])
-            seen.append(count)
-        chosen = np.concatenate(index)
-        return dataclasses.replace(
-            self,
-            node=self.node[chosen],
-            vpp=self.vpp[chosen],
-            group=self.group[chosen],
-            mode=self.mode[chosen],
-            num_recompute=np.concatenate(layers).astype(np.int32),
-            split_start=self.split_start[chosen],
-        )
+class _Splits:
+    """The distinct splits of a space, and the lists that candidates choose from."""
 
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.choices: list[int] = []
+        self._starts: dict[Split, int] = {}
+        self._lists: dict[tuple[Split, ...], int] = {}
 
-class _Draft:
-    """A mutable stand-in for Layout while axes are being bound; rules only read attributes."""
+    def start(self, split: Split) -> int:
+        """Return where ``split`` starts in ``sizes``."""
+        if split not in self._starts:
+            self._starts[split] = len(self.sizes)
+            self.sizes.extend(split)
+        return self._starts[split]
 
-    __slots__ = tuple(field.name for field in dataclasses.fields(Layout))
-    interleaving_group = Layout.interleaving_group  # derived there from fields that are here too
-
-    def __init__(self, layout: Layout) -> None:
-        for name in self.__slots__:
-            setattr(self, name, getattr(layout, name))
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
-        def __setattr__(self, name: str, value: Any) -> None: ...
-
-    def freeze(self) -> Layout:
-        """Return the layout drafted so far."""
-        return Layout(**{name: getattr(self, name) for name in self.__slots__})
-
-
-class _Judge:
-    """Applies some rules in order, caching each verdict by the values of the axes the rule declares."""
-
-    def __init__(
-        self, job: TrainJob, rules: Iterable[Rule], counts: Counter[str], examples: dict[str, str]
-    ) -> None:
-        self.job = job
-        self.facts = facts_for(job.megatron_core_version)
-        self.counts, self.examples = counts, examples
-        self.rules: list[tuple[Rule, Callable[[Any], Any], dict[Any, str | None]]] = []
-        for rule in rules:
-            fields = sorted(FIELDS[axis] for axis in rule.axes)
-            key = attrgetter(*fields) if fields else _no_key
-            self.rules.append((rule, key, {}))
-
-    def legal(self, draft: Any) -> bool:
-        """Return whether ``draft`` keeps the rules, counting the first one it breaks."""
-        for rule, key_of, verdicts in self.rules:
-            key = key_of(draft)
-            broken = verdicts.get(key, _UNKNOWN)
-            if broken is _UNKNOWN:
-                verdict = rule.function(self.job, draft, self.facts)
-                broken = verdicts[key] = None if verdict is None else verdict.message
-            if broken is not None:
-                self.counts[rule.name] += 1
-                self.examples.setdefault(rule.name, f"{rule.code}: {broken}")
-                return False
-        return True
-
-
-def _no_key(_: Any) -> None:
-    return None
-
-
-_UNKNOWN: Any = object()
+    def listed(self, splits: tuple[Split, ...]) -> int:
+        """Return where the starts of ``splits`` are listed in ``choices``."""
+        if splits not in self._lists:
+            starts = [self.start(split) for split in splits]
+            self._lists[splits] = len(self.choices)
+            self.choices.extend(starts)
+        return self._lists[splits]
 
 
 class _Builder:
     """Depth-first enumeration over a draft that is bound in place."""
 
-    def __init__(self, job: TrainJob) -> None:
-        self.job = job
-        self.domains = Domains(job)
+    def __init__(self, job: TrainJob, state: StateFloor | None, *, wide: bool) -> None:
+        self.job, self.state = job, state
+        self.domains = Domains(job, wide=wide)
         self.counts: Counter[str] = Counter()
+        self.too_large = 0
         self.examples: dict[str, str] = {}
         by_depth = rules_by_depth(NODE_AXES + CANDIDATE_AXES)
         depth = len(NODE_AXES)
         self.node_judges = [self._judge(rules) for rules in by_depth[:depth]]
-        # A chunk count that no split can serve is dropped once per pp, not once per node.
-        pipeline = [rule for rule in by_depth[depth] if rule.axes <= {"pp", "vpp"}]
+        # What decides the chunk counts is judged once per grid and micro-batch, not once per node.
+        pipeline = [rule for rule in by_depth[depth] if rule.axes <= _PIPELINE_AXES]
         self.pipeline_judge = self._judge(pipeline)
         self.vpp_judge = self._judge(rule for rule in by_depth[depth] if rule not in pipeline)
         later = [rule for rules in by_depth[depth + 1 :] for rule in rules]
-        self.late_judge = self._judge(later)
-        #: Axes that decide which splits and recompute choices are legal, besides those themselves.
-        read = {axis for rule in later for axis in rule.axes} - {"layers", "recompute", "overlap"}
-        self.variant_key = attrgetter(
-            *sorted({FIELDS[axis] for axis in read} | {"pp", "vpp", "recompute", "overlap"})
+        # Splits are many and long: what reads them alone is judged once per list, the rest without them.
+        self.split_rules = [rule for rule in later if rule.axes <= {"layers", "pp", "vpp"}]
+        self.group_rules = [rule for rule in later if "layers" in rule.axes and rule not in self.split_rules]
+        self.late_judge = self._judge(rule for rule in later if "layers" not in rule.axes)
+        self.facts = facts_for(job.megatron_core_version)
+        self.legal_splits: dict[tuple[int, int, tuple[Split, ...]], tuple[Split, ...]] = {}
+        #: Axes that decide which candidates follow a node; the overlap flags follow from some of them.
+        read = {axis for rule in later for axis in rule.axes}
+        self.block_key = attrgetter(
+            *sorted(
+                {FIELDS[axis] for axis in read - {"vpp", "layers", "overlap", "recompute"}}
+                | {"pp", "ep", "sequence_parallel", "sharding", "recompute"}
+            )
         )
-        self.variants_cache: dict[Any, Variants | None] = {}
-        self.chunk_counts: dict[int, tuple[int, ...]] = {}
-        self.sizes: list[int] = []
-        self.split_at: dict[tuple[int, ...], int] = {}
-        self.draft = _Draft(Layout(global_batch=job.global_batch))
+        self.blocks: dict[Any, Int32] = {}
+        self.chunk_counts: dict[Any, tuple[int, ...]] = {}
+        self.pipeline_key = attrgetter("tp", "cp", "pp", "micro_batch")
+        self.grid_key = attrgetter("tp", "cp", "pp", "sequence_parallel", "ep", "etp", "micro_batch")
+        self.last_counts: tuple[Any, tuple[int, ...]] = (None, ())
+        self.splits = _Splits()
+        self.draft = Draft(Layout(global_batch=job.global_batch))
         self.constant_domains: dict[str, tuple[Any, ...]] = {
             "micro_batch": self.domains.micro_batch(),
             "ep": self.domains.ep(),
-            "sharding": self.domains.sharding(),
             "order": self.domains.order(),
         }
 
-    def _judge(self, rules: Iterable[Rule]) -> _Judge:
-        return _Judge(self.job, rules, self.counts, self.examples)
+    def _judge(self, rules: Iterable[Rule]) -> Judge:
+        return Judge(self.job, rules, self.counts, self.examples)
 
-    def nodes(self, depth: int = 0) -> Iterator[_Draft]:
+    def nodes(self, depth: int = 0) -> Iterator[Draft]:
         """Yield the draft at every legal node, in the lexicographic order of the domains."""
         if depth == len(NODE_AXES):
             yield self.draft
@@ -215,8 +202,12 @@ class _Builder:
         axis, judge = NODE_AXES[depth], self.node_judges[depth]
         for value in self._domain(axis):
             self._bind(axis, value)
-            if judge.legal(self.draft):
-                yield from self.nodes(depth + 1)
+            if not judge.legal(self.draft):
+                continue
+            if axis == "sharding" and self.state is not None and not self.state.fits(self.draft):
+                self.too_large += 1
+                continue
+            yield from self.nodes(depth + 1)
 
     def _domain(self, axis: str) -> tuple[Any, ...]:
         if axis in self.constant_domains:
@@ -230,11 +221,16 @@ class _Builder:
             return self.domains.pp(draft.tp, draft.cp)
         if axis == "sequence_parallel":
             return self.domains.sequence_parallel(draft.tp)
+        if axis == "sharding":
+            return self.domains.sharding(draft)
         return self.domains.etp(draft.tp)
 
     def _bind(self, axis: str, value: Any) -> None:
         """Bind ``axis``, and dp or edp as soon as they follow."""
         draft, world = self.draft, self.job.num_gpus
+        if axis == "sharding":
+            draft.sharding, draft.num_optimizer_instances = value
+            return
         setattr(draft, FIELDS[axis], value)
         if axis == "pp":
             draft.dp = max(1, world // (draft.tp * draft.cp * value))
@@ -242,97 +238,127 @@ class _Builder:
             draft.edp = max(1, world // (value * draft.ep * draft.pp))
 
     def _chunk_counts(self) -> tuple[int, ...]:
-        """Return the vpp values that some split of the layers over the draft's pp can serve."""
-        pp = self.draft.pp
-        if pp not in self.chunk_counts:
-            legal = []
-            for vpp in self.domains.vpp(pp):
-                self.draft.vpp = vpp
-                if self.pipeline_judge.legal(self.draft):
-                    legal.append(vpp)
-            self.chunk_counts[pp] = tuple(legal)
-        return self.chunk_counts[pp]
-
-    def variants(self, vpp: int) -> Variants | None:
-        """Return the legal splits and recompute choices of the draft with ``vpp``, None without any."""
+        """Return the vpp values that the draft's micro-batches and layers can be dealt to."""
         draft = self.draft
-        draft.vpp = vpp
-        if not self.vpp_judge.legal(draft):
-            return None
-        draft.overlap = self.domains.overlap(draft, vpp=vpp)
-        key = self.variant_key(draft)
-        if key not in self.variants_cache:
-            self.variants_cache[key] = self._build_variants()
-        return self.variants_cache[key]
+        grid = self.grid_key(draft)
+        # Neighbouring nodes differ in sharding and order only.
+        if self.last_counts[0] == grid:
+            return self.last_counts[1]
+        key = self.pipeline_key(draft)
+        if key not in self.chunk_counts:
+            legal = []
+            for vpp in self.domains.vpp(draft.pp):
+                draft.vpp = vpp
+                if self.pipeline_judge.legal(draft):
+                    legal.append(vpp)
+            self.chunk_counts[key] = tuple(legal)
+        legal = []
+        for vpp in self.chunk_counts[key]:
+            draft.vpp = vpp
+            if self.vpp_judge.legal(draft):
+                legal.append(vpp)
+        self.last_counts = grid, tuple(legal)
+        return self.last_counts[1]
 
-    def _build_variants(self) -> Variants | None:
+    def _block(self, chunk_counts: tuple[int, ...]) -> Int32:
+        """Return the candidates of the draft, one column per candidate in the order of ``_COLUMNS``."""
+        key = self.block_key(self.draft), chunk_counts
+        if key not in self.blocks:
+            self.blocks[key] = self._build_block(chunk_counts)
+        return self.blocks[key]
+
+    def _build_block(self, chunk_counts: tuple[int, ...]) -> Int32:
         draft, row = self.draft, self.draft.recompute
-        starts, modes, counts = [], [], []
-        for sizes in self.domains.splits(draft.pp, draft.vpp):
-            draft.num_layers_per_chunk = sizes
-            for recompute in self.domains.recompute(row, sizes):
+        found: list[tuple[int, ...]] = []
+        for vpp in chunk_counts:
+            draft.vpp = vpp
+            draft.overlap = self.domains.overlap(draft, vpp=vpp)
+            for recompute, free, splits in self.domains.variants(row, draft.pp, vpp):
                 draft.recompute = recompute
-                if not self.late_judge.legal(draft):
+                legal = self._legal_splits(splits) if self.late_judge.legal(draft) else ()
+                if not legal:
                     continue
-                if sizes not in self.split_at:
-                    self.split_at[sizes] = len(self.sizes)
-                    self.sizes.extend(sizes)
-                starts.append(self.split_at[sizes])
-                modes.append(_MODES[recompute.method] if recompute.granularity == "full" else RECOMPUTE_NONE)
-                counts.append(max(1, recompute.num_layers))
+                open_count = recompute is BLOCK_AUTO
+                found.append(
+                    (
+                        vpp,
+                        _MODES[recompute.method] if recompute.granularity == "full" else RECOMPUTE_NONE,
+                        0 if open_count else max(1, recompute.num_layers),
+                        self.splits.start(legal[0]),
+                        int(free),
+                        self.splits.listed(legal),
+                        len(legal),
+                        min(min(split[: draft.pp]) for split in legal),
+                    )
+                )
         draft.recompute, draft.num_layers_per_chunk = row, ()
-        if not starts:
-            return None
-        i32 = np.int32
-        return Variants(draft.vpp, np.array(starts, i32), np.array(modes, i32), np.array(counts, i32))
+        return np.array(found, dtype=np.int32).reshape(-1, len(_COLUMNS))
+
+    def _legal_splits(self, splits: tuple[Split, ...]) -> tuple[Split, ...]:
+        """Return those that keep every rule with the draft's pp, vpp and recomputation."""
+        key = self.draft.pp, self.draft.vpp, splits
+        if key not in self.legal_splits:
+            self.legal_splits[key] = self._kept(splits, self.split_rules)
+        return self._kept(self.legal_splits[key], self.group_rules)
+
+    def _kept(self, splits: tuple[Split, ...], rules: Sequence[Rule]) -> tuple[Split, ...]:
+        draft, kept = self.draft, []
+        for split in splits:
+            draft.num_layers_per_chunk = split
+            for rule in rules:
+                verdict = rule.function(self.job, draft, self.facts)  # type: ignore[arg-type]
+                if verdict is not None:
+                    self.counts[rule.name] += 1
+                    self.examples.setdefault(rule.name, f"{rule.code}: {verdict.message}")
+                    break
+            else:
+                kept.append(split)
+        return splits if len(kept) == len(splits) else tuple(kept)
 
     def build(self) -> Space:
         """Return the whole space."""
         nodes: list[Layout] = []
-        parts: list[tuple[int, int, Variants]] = []
+        blocks: list[Int32] = []
         rows = self.domains.selective()
         for draft in self.nodes():
-            for recompute in rows:
+            chunk_counts = self._chunk_counts()
+            for recompute in rows if chunk_counts else ():
                 draft.recompute = recompute
-                found = [
-                    variants for vpp in self._chunk_counts() if (variants := self.variants(vpp)) is not None
-                ]
-                if found:
-                    parts.extend((len(nodes), draft.pp, variants) for variants in found)
+                block = self._block(chunk_counts)
+                if len(block):
+                    blocks.append(block)
                     draft.vpp, draft.overlap = 1, self.domains.overlap(draft, vpp=2 if draft.pp > 1 else 1)
                     nodes.append(draft.freeze())
             draft.recompute = Recompute()
-        return self._assemble(nodes, parts)
+        return self._assemble(nodes, blocks)
 
-    def _assemble(self, nodes: list[Layout], parts: list[tuple[int, int, Variants]]) -> Space:
-        lengths = np.array([len(v.mode) for _, _, v in parts], dtype=np.int64)
-
-        def spread(values: list[int]) -> Int32:
-            return np.repeat(np.array(values, dtype=np.int32), lengths)
-
-        def join(name: str) -> Int32:
-            arrays = [getattr(v, name) for _, _, v in parts]
-            return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int32)
-
+    def _assemble(self, nodes: list[Layout], blocks: list[Int32]) -> Space:
+        lengths = np.array([len(block) for block in blocks], dtype=np.int64)
+        empty = np.zeros((0, len(_COLUMNS)), dtype=np.int32)
+        table = np.concatenate(blocks) if blocks else empty
+        columns = {name: np.ascontiguousarray(table[:, k]) for k, name in enumerate(_COLUMNS)}
         return Space(
             nodes=tuple(nodes),
-            node=spread([index for index, _, _ in parts]),
-            vpp=spread([v.vpp for _, _, v in parts]),
-            group=spread([pp for _, pp, _ in parts]),
-            mode=join("mode"),
-            num_recompute=join("num_recompute"),
-            split_start=join("split_start"),
-            sizes=np.array(self.sizes, dtype=np.int32),
+            node=np.repeat(np.arange(len(nodes), dtype=np.int32), lengths),
+            group=np.repeat(np.array([node.interleaving_group for node in nodes], dtype=np.int32), lengths),
+            sizes=np.array(self.splits.sizes, dtype=np.int32),
+            choices=np.array(self.splits.choices, dtype=np.int32),
             rejections=dict(self.counts.most_common()),
+            too_large=self.too_large,
             examples=self.examples,
             domains=self.domains,
+            **columns,
         )
 
 
-def enumerate_space(job: TrainJob) -> Space:
+def enumerate_space(job: TrainJob, *, state: StateFloor | None = None, wide: bool = False) -> Space:
     """Return every legal layout of ``job`` within its domains, in a fixed order.
+
+    Args:
+        state: leave out layouts whose states alone do not fit.
+        wide: enumerate also the degrees beyond ``domains.MIN_SLICE_TOKENS`` and ``MIN_SLICE_WIDTH``.
 
     Raises:
         BadInputError: the job's megatron-core version cannot be read.
     """
-    return _Builder(job).build()
+    return _Builder(job, state, wide=wide).build()

@@ -14,15 +14,14 @@ from nest_megatron.launch.overrides import override_strings
 from nest_megatron.report import page as fmt
 from nest_megatron.report import tables
 from nest_megatron.report.page import Page
+from nest_megatron.report.rankmap import render_rank_map
 from nest_megatron.report.repair import render_repair
+from nest_megatron.report.robust import render_robust
 from nest_megatron.specs.layout import Layout
 from nest_megatron.specs.plan import Candidate, Certificate, Plan, Prediction
 
 if TYPE_CHECKING:
     from nest_megatron.pipeline import Check
-
-#: Longest list of nodes that is printed in full.
-MAX_NODES = 8
 
 #: Printed at the end of every report, whatever the plan says.
 NOT_CHECKED: tuple[str, ...] = (
@@ -33,6 +32,9 @@ NOT_CHECKED: tuple[str, ...] = (
     "convergence and numerics: a layout changes the order of sums, and dropout masks follow the ranks",
     "experts that receive much more than the assumed share of tokens",
 )
+
+#: Parts of the provenance that other commands read.
+_NOT_SHOWN = ("request", "replan")
 
 
 def render_plan(plan: Plan, *, console: Console) -> None:
@@ -49,7 +51,9 @@ def render_plan(plan: Plan, *, console: Console) -> None:
     render_violations(page, plan.user.violations)
     _lines(page, "Changed keys", override_strings(plan.edits), "none")
     _lines(page, "Environment", [f"{name}={value}" for name, value in plan.env.items()], "nothing to set")
-    _rank_map(page, plan.rank_map)
+    render_rank_map(page, plan.rank_map)
+    if plan.robust is not None:
+        render_robust(page, plan.robust)
     _alternatives(page, plan)
     _assumptions(page, plan.assumptions)
     render_not_checked(page)
@@ -114,7 +118,8 @@ def _as_candidate(plan: Plan) -> Candidate:
 
 def render_provenance(page: Page, provenance: Mapping[str, Any]) -> None:
     """Print where everything came from, in one line."""
-    known = [f"{key.replace('_', ' ')}: {value}" for key, value in provenance.items() if value]
+    shown = {key: value for key, value in provenance.items() if value and key not in _NOT_SHOWN}
+    known = [f"{key.replace('_', ' ')}: {value}" for key, value in shown.items()]
     if known:
         page.line("; ".join(known), "dim")
 
@@ -208,21 +213,6 @@ def _lines(page: Page, title: str, lines: Sequence[str], when_empty: str) -> Non
     page.section(title)
     for line in lines or (when_empty,):
         page.verbatim(f"  {line}")
-
-
-def _rank_map(page: Page, rank_map: Mapping[str, Any]) -> None:
-    """Print the order of nodes, shortened in the middle; the whole list is in the JSON."""
-    if not rank_map:
-        return
-    page.section("Rank map")
-    for key, value in rank_map.items():
-        if not value:
-            continue
-        if isinstance(value, (list, tuple)):
-            items = [str(item) for item in value]
-            shown = items if len(items) <= MAX_NODES else [*items[:4], page.dots, *items[-2:]]
-            value = f"{', '.join(shown)} ({len(items)} entries)"
-        page.line(f"  {key}: {value}")
 
 
 def _alternatives(page: Page, plan: Plan) -> None:

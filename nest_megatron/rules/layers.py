@@ -47,13 +47,14 @@ def _is_account(counts: tuple[int, ...], middle: int) -> bool:
 
 
 def _is_ends(counts: tuple[int, ...], pp: int) -> bool:
-    """Return whether only the first and the last stage differ, each with equal chunks."""
+    """Return whether only the first and the last stage differ, each with equal chunks and none empty."""
     for j in range(len(counts)):
         stage = j % pp
         like = counts[1] if 0 < stage < pp - 1 else counts[stage]
         if counts[j] != like:
             return False
-    return pp > 1
+    # megatron-core reads zero layers of an end as "not given", and refuses middle stages without any.
+    return pp > 1 and min(counts) > 0
 
 
 @rule("NEST-RL01", "pp", "vpp", source="megatron/core/parallel_state.py: initialize_model_parallel")

@@ -78,3 +78,24 @@ def expert_tensor_parallel(job: TrainJob, layout: Layout, facts: VersionFacts) -
         f"experts cannot use another tensor parallel size than tp = {layout.tp} in this dialect and version",
         (version(facts), *asked(job, layout, "etp", "tp")),
     )
+
+
+@rule(
+    "NEST-RM07",
+    "tp",
+    "ep",
+    "etp",
+    source="megatron/core/tensor_parallel/layers.py: expert_parallel; NVIDIA/Megatron-LM pull request 5916",
+)
+def expert_gradients(job: TrainJob, layout: Layout, facts: VersionFacts) -> Broken | None:
+    """With ep = 1, experts use etp = tp.
+
+    megatron-core marks expert weights for the expert data parallel group only when ep > 1.  Otherwise their
+    gradients are reduced over the dense layers' group, and with etp < tp the copies of an expert drift apart.
+    """
+    if job.model.moe is None or layout.ep > 1 or layout.etp == layout.tp:
+        return None
+    return Broken(
+        f"without expert parallelism, experts with etp other than tp = {layout.tp} train silently wrong",
+        asked(job, layout, "etp", "ep", "tp"),
+    )

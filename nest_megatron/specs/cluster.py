@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from nest_megatron.units import BytesPerSecond, FlopPerSecond, Seconds
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
@@ -17,21 +19,23 @@ class Accelerator:
         gemm_efficiency: sustained share of peak of large GEMMs, by dtype.
         attention_efficiency_forward, attention_efficiency_backward: share of bf16 peak of fused attention.
         memory_efficiency: sustained share of ``hbm_bytes_per_s``.
+        busy_link_share: rate of a collective inside a training step over its rate alone, in one domain.
         wave_overhead_s: fixed time of one tile wave; ``kernel_gap_s``: gap between dependent kernels.
     """
 
     name: str
     generation: str
-    peak_flops_per_s: dict[str, float]
+    peak_flops_per_s: dict[str, FlopPerSecond]
     visible_bytes: int
-    hbm_bytes_per_s: float
+    hbm_bytes_per_s: BytesPerSecond
     num_sms: int
     gemm_efficiency: dict[str, float]
     attention_efficiency_forward: float
     attention_efficiency_backward: float
     memory_efficiency: float
-    wave_overhead_s: float
-    kernel_gap_s: float
+    wave_overhead_s: Seconds
+    kernel_gap_s: Seconds
+    busy_link_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +53,14 @@ class Level:
 
     name: str
     gpus: int
-    bandwidth_bytes_per_s: float
+    bandwidth_bytes_per_s: BytesPerSecond
     efficiency: float
-    latency_s: float
+    latency_s: Seconds
 
     @property
-    def usable_bytes_per_s(self) -> float:
+    def usable_bytes_per_s(self) -> BytesPerSecond:
         """Line rate times efficiency."""
-        return self.bandwidth_bytes_per_s * self.efficiency
+        return BytesPerSecond(self.bandwidth_bytes_per_s * self.efficiency)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +74,7 @@ class Unit:
     level: str
     name: str
     nodes: tuple[str, ...]
-    uplink_bytes_per_s: float | None = None
+    uplink_bytes_per_s: BytesPerSecond | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,12 @@ class Cluster:
         nodes: real node names, or empty when only their number is known.
         levels: inner to outer; the last level holds every GPU.
         units: named units, degraded or uneven ones; empty for a symmetric tree.
-        nics_per_node: None means one NIC per GPU.
+        nics_per_node: None means one NIC per GPU; with fewer NICs than GPUs, neighbours share one.
+        rails: NIC i of every node is on leaf switch i of its unit (rail-optimised cabling).
+        pxn: traffic to another rail takes NVLink to the GPU of that rail first (NCCL's default); without it
+            such traffic climbs one level.
+        torus: axes, fastest first, whose product is the GPUs of one level; that level's bandwidth is then the
+            rate of one link in one direction (network.md 1.5).
         nvls: switch-side reduction inside level 0.
         busbw_by_group_size_bytes_per_s: measured level-0 bus bandwidth by number of members.
         scenarios: level name -> bandwidth factor, one mapping per scenario of robust planning.
@@ -98,6 +107,7 @@ class Cluster:
     units: tuple[Unit, ...] = ()
     nics_per_node: int | None = None
     rails: bool = True
+    pxn: bool = True
     nvls: bool = False
     torus: tuple[int, ...] = ()
     busbw_by_group_size_bytes_per_s: dict[int, float] = field(default_factory=dict)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from nest_megatron.specs.constants import StepConstants
 from nest_megatron.specs.layout import Layout, Order, Sharding
 from nest_megatron.specs.model import ModelSpec
+from nest_megatron.specs.scale import StepScale
 
 #: ``flash`` and ``flash1`` are flash-attn 2 and 1, ``cudnn`` the fused attention of Transformer Engine.
 AttentionKernel = Literal["flash", "flash1", "cudnn", "fused_softmax", "unfused"]
 LossKernel = Literal["vocab_parallel", "native_fused", "te_fused"]
+#: Backend of the flex dispatcher, which sends one copy per destination domain; "" is plain all-to-all.
+FlexBackend = Literal["", "deepep", "hybridep"]
 UnshardedGradOverlap = Literal["never", "without_pp_and_sp", "as_asked"]
 
 #: Where a value came from; messages and plans print these words.
@@ -58,6 +62,12 @@ class Kernels:
     """Which implementations run, as far as the configuration says.
 
     Args:
+        cuda_graphs: one graph covers the whole iteration, so the host never limits.
+        cuda_graph_modules: parts of a layer inside graphs of Transformer Engine (``attn``, ``moe_router``,
+            ``moe_preprocess``); the rest is launched by the host.
+        flex_backend: what sends tokens to their experts under the flex dispatcher.
+        fused_experts: activation and quantisation run inside the grouped GEMMs.
+        fp8_attention, fp8_output_layer: these run in fp8 too, where the recipe computes in fp8 or fp4.
         large_cublas_workspace: ``CUBLAS_WORKSPACE_CONFIG`` asks for the large one on any GPU.
         deferred_embedding_wgrad: the output layer keeps logits of two micro-batches.
         offloaded_modules: Megatron's ``offload_modules``: their activations wait in host memory.
@@ -71,6 +81,11 @@ class Kernels:
     loss: LossKernel = "vocab_parallel"
     transformer_engine: bool = True
     cuda_graphs: bool = False
+    cuda_graph_modules: tuple[str, ...] = ()
+    flex_backend: FlexBackend = ""
+    fused_experts: bool = False
+    fp8_attention: bool = False
+    fp8_output_layer: bool = False
     large_cublas_workspace: bool = False
     deferred_embedding_wgrad: bool = False
     dataloader_mask: bool = False
@@ -88,6 +103,11 @@ class FrameworkProfile:
         host_floor_s: host time of one dense block's forward pass (time_model.md section 3).
         moe_host_factor: the same for an MoE block, as a multiple.
         step_overhead_s: fixed time per step.
+        time: the constants of the step-time formulas.
+        scatters_pipeline_messages: without sequence parallelism a pipeline message is scattered over tp and
+            gathered on arrival (1), or sent whole (0).
+        shard_broadcast_s: the optimizer broadcasts parameters rank by rank: seconds per rank of a shard
+            group that leaves the NVLink domain.
         pipeline_buffers: stage-boundary tensors that a pipelined rank holds at its peak.
         keeps_stage_outputs: every in-flight chunk also keeps its output (1) or not (0).
         caches_dummy_wgrads: one dummy gradient per weight shape stays allocated (1) or not (0).
@@ -117,6 +137,9 @@ class FrameworkProfile:
     host_floor_s: float
     moe_host_factor: float
     step_overhead_s: float
+    time: StepConstants
+    scatters_pipeline_messages: int = 0
+    shard_broadcast_s: float = 0.0
     pipeline_buffers: int = 4
     keeps_stage_outputs: int = 0
     caches_dummy_wgrads: int = 1
@@ -191,6 +214,7 @@ class TrainJob:
         origins: axis or field -> where its value came from.
         pins: axis -> the one value the user fixed; ``bounds``: axis -> values the user allows.
         megatron_core_version: decides the version table of ``rules/versions.py``.
+        step_scale: what measured steps of this model on this machine taught, None without calibration.
         assumptions: sentences for the plan, one per value the configuration does not give.
         not_planned: axes the dialect never edits in this job, with the reason.
     """
@@ -218,6 +242,7 @@ class TrainJob:
     checkpoint: CheckpointState = field(default_factory=CheckpointState)
     reserved_bytes: int = 0
     expert_imbalance: float = 1.0
+    step_scale: StepScale | None = None
     assumptions: tuple[str, ...] = ()
     not_planned: dict[str, str] = field(default_factory=dict)
 

@@ -23,6 +23,7 @@ class MoESpec:
         capacity_factor: tokens per expert over the balanced number; None means dropless.
         grouped_gemm: experts of a rank run as one grouped GEMM.
         dispatcher: Megatron's ``moe_token_dispatcher_type``.
+        group_topk: a token's experts lie in at most so many expert groups (``moe_router_group_topk``).
     """
 
     num_experts: int
@@ -33,6 +34,7 @@ class MoESpec:
     capacity_factor: float | None = None
     grouped_gemm: bool = True
     dispatcher: str = "alltoall"
+    group_topk: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,8 @@ class ModelSpec:
         tied_embeddings: the output layer shares the word embedding.
         rms_norm: RMSNorm (one vector) instead of LayerNorm (two).
         linear_bias: biases in every linear layer; ``qkv_bias`` only in the QKV projection.
+        attention_window: tokens a query looks back on in sliding-window layers; 0 means there are none.
+        windowed_share: share of the attention layers that are such.
         mtp_num_layers: multi-token-prediction depths after the last layer.
         squared_relu_copy: the MLP activation saves its input a second time.
         pooler_head: the replicated binary head and token types of BERT.
@@ -109,6 +113,8 @@ class ModelSpec:
     qk_norm: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
+    attention_window: int = 0
+    windowed_share: float = 0.0
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     mamba: MambaSpec | None = None

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from nest_megatron.errors import BadInputError, Factor
+
+#: What a robust plan makes least over the cluster's scenarios: the slowest one, or CVaR at 80 %.
+RobustMeasure = Literal["worst", "cvar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +27,10 @@ class PlanSettings:
         reserved_gib: device memory that other processes hold.
         num_gpus: world size, when the configuration does not say it.
         calibration: use stored calibration.
+        nodelist: nodes of the job in Slurm bracket syntax; None for those of the cluster file.
+        topology: file with Slurm's topology (``scontrol show topology``, topology.conf, topology.yaml), or
+            ``-`` for standard input.
+        robust: choose by this measure over the cluster's scenarios; None plans for the network as it is.
     """
 
     cluster: str | None = None
@@ -35,6 +42,9 @@ class PlanSettings:
     reserved_gib: float = 0.0
     num_gpus: int | None = None
     calibration: bool = True
+    nodelist: str | None = None
+    topology: str | None = None
+    robust: RobustMeasure | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none.

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nest_megatron.calibration.store import apply, load_store
 from nest_megatron.dialects.profiles import CONF
 from nest_megatron.errors import BadInputError, Factor
 from nest_megatron.specs import codec
-from nest_megatron.validation.metrics import render, score
+from nest_megatron.validation.render import render
 from nest_megatron.validation.replay import replay
+from nest_megatron.validation.scores import score
+from nest_megatron.validation.subsets import load_subsets
 
 #: Published runs that ship with the package.
 SHIPPED = CONF / "validation" / "public_records.json"
@@ -27,6 +30,7 @@ def run(arguments: argparse.Namespace, *, write: Callable[[str, str], None]) -> 
     Raises:
         BadInputError: the file is no list of records, or nothing is left of it.
     """
+    subsets = load_subsets(Path(arguments.subsets)) if arguments.subsets else {}
     records = [
         record for record in load_records(Path(arguments.records or SHIPPED)) if _chosen(record, arguments)
     ]
@@ -36,10 +40,14 @@ def run(arguments: argparse.Namespace, *, write: Callable[[str, str], None]) -> 
             "no record is left to validate",
             factors=[Factor("records", str(arguments.records)), Factor("family", arguments.family)],
         )
-    predictions = replay(records)
+    calibrate = None
+    if arguments.calibrated:
+        store = load_store()
+        calibrate = lambda job, cluster: apply(job, cluster, store)[0]  # noqa: E731
+    predictions = replay(records, calibrate=calibrate)
     if arguments.json:
         write(arguments.json, json.dumps({"records": predictions}, indent=1) + "\n")
-    return render(score(records, predictions))
+    return render(score(records, predictions, subsets=subsets), sweeps=arguments.sweeps)
 
 
 def _chosen(record: dict[str, Any], arguments: argparse.Namespace) -> bool:

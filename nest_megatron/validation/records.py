@@ -12,15 +12,18 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from nest_megatron.cluster.load import load_cluster
 from nest_megatron.dialects.profiles import load_profile
 from nest_megatron.errors import BadInputError
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import Capabilities, Kernels, Recipe, TrainJob
-from nest_megatron.specs.layout import Layout, Overlap, Recompute, Sharding
+from nest_megatron.specs.layout import Layout, Recompute
 from nest_megatron.specs.model import ModelSpec
 from nest_megatron.validation.arguments import job_of
-from nest_megatron.validation.stacks import build_model, cluster_of, public_shape, stack_of
+from nest_megatron.validation.machines import record_cluster
+from nest_megatron.validation.record_layout import NotComputable, record_layout
+from nest_megatron.validation.splits import end_layers, split_by_parameters
+from nest_megatron.validation.stacks import build_model, public_shape, stack_of
+from nest_megatron.validation.switches import switches_of
 
 #: Fields of a record's model -> keys of a shape entry.
 _SHAPE_KEYS = {
@@ -37,10 +40,6 @@ _SHAPE_KEYS = {
 
 #: Machine of an argument record that names none; it decides the workspaces only.
 _ASSUMED_ACCELERATOR = "A100-80GB-SXM"
-
-
-class NotComputable(Exception):
-    """The record lacks an input, or describes something the model does not cover; the text says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,10 @@ def build(record: dict[str, Any]) -> Built:
     if record.get("megatron_args"):
         return _from_arguments(record)
     model_name = str(record["model"].get("name") or "")
-    text = f"{model_name} | {record.get('accelerator')} | {record.get('notes') or ''}"
+    text = " | ".join(
+        str(record.get(key) or "") for key in ("accelerator", "precision", "zero", "tp", "notes")
+    )
+    text = f"{model_name} | {text}"
     if re.search(r"\blora\b", text.lower()):
         raise NotComputable("LoRA: frozen weights are not modelled")
     try:
@@ -77,8 +79,7 @@ def build(record: dict[str, Any]) -> Built:
         raise NotComputable(error.message) from None
     cluster = _cluster(record)
     brackets: list[str] = []
-    layout = _layout(record, stack, model, brackets)
-    kernels = _kernels(record, stack)
+    layout = record_layout(record, stack, model, brackets)
     job = TrainJob(
         name=str(record["id"]),
         dialect="record",
@@ -91,11 +92,15 @@ def build(record: dict[str, Any]) -> Built:
         global_batch=layout.global_batch,
         sequence_length=sequence,
         recipe=_recipe(record, stack),
-        kernels=kernels,
+        kernels=_kernels(record, stack, model),
         user_layout=layout,
         profile=load_profile(stack["profile"]),
         capabilities=Capabilities(),
     )
+    if stack.get("split") == "parameters" and layout.pp > 1:
+        split = split_by_parameters(model.num_layers, layout.pp * layout.vpp, end_layers(job))
+        layout = dataclasses.replace(layout, num_layers_per_chunk=split)
+        job = dataclasses.replace(job, user_layout=layout)
     return Built(job=job, layout=layout, cluster=cluster, brackets=tuple(brackets))
 
 
@@ -111,11 +116,24 @@ def _from_arguments(record: dict[str, Any]) -> Built:
     return Built(job=job, layout=job.user_layout, cluster=cluster, brackets=brackets)
 
 
-def _kernels(record: dict[str, Any], stack: dict[str, Any]) -> Kernels:
-    """Return the stack's kernels, with the CUDA graphs that the record's recipe flags name."""
-    graphs = (record.get("recipe_flags") or {}).get("cg")
-    changes = {} if graphs is None else {"cuda_graphs": graphs == "full"}
-    return Kernels(**{**stack["kernels"], **changes})
+def _kernels(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec) -> Kernels:
+    """Return the stack's kernels, with what the record's switches change."""
+    switches = switches_of(record)
+    stacked = {key: _frozen(value) for key, value in stack["kernels"].items()}
+    if switches is None:
+        return Kernels(**stacked)
+    changes = {
+        "cuda_graphs": switches.graphs == "full",
+        "cuda_graph_modules": switches.graph_modules if switches.graphs == "te" else (),
+        "flex_backend": switches.flex_backend,
+        "fused_experts": switches.fuses_experts(biased=model.linear_bias),
+        "fp8_attention": switches.fp8_attention,
+    }
+    return Kernels(**stacked | changes)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _need(record: dict[str, Any], key: str) -> Any:
@@ -132,7 +150,8 @@ def _model(record: dict[str, Any], stack: dict[str, Any], sequence: int) -> Mode
         if record["model"].get(name) is not None
     }
     known = public_shape(str(record["model"].get("name") or ""))
-    shape = {**stack["model"], **known, **printed, "name": record["model"].get("name")}
+    shape = {**known, **printed, **_routing(record), "name": record["model"].get("name")}
+    shape = {**stack["model"], **shape, **stack.get("recipe_model", {})}
     dense = re.search(r"dense_layers=(\d+)", str(record.get("notes") or ""))
     if dense:
         shape["dense_first"] = int(dense.group(1))
@@ -145,6 +164,15 @@ def _model(record: dict[str, Any], stack: dict[str, Any], sequence: int) -> Mode
         return build_model(shape, sequence=sequence)
     except KeyError as missing:
         raise NotComputable(f"the model's {missing.args[0]} is not printed") from None
+
+
+def _routing(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the dispatcher and the capacity that the record's switches name."""
+    switches = switches_of(record)
+    if switches is None:
+        return {}
+    capacity = {} if switches.capacity is None else {"capacity": float(switches.capacity)}
+    return {"dispatcher": switches.dispatcher} | capacity
 
 
 def _infer(shape: dict[str, Any], record: dict[str, Any]) -> None:
@@ -163,138 +191,10 @@ def _infer(shape: dict[str, Any], record: dict[str, Any]) -> None:
 
 
 def _cluster(record: dict[str, Any]) -> Cluster:
-    name = cluster_of(str(record.get("accelerator") or ""))
-    if name is None:
+    cluster = record_cluster(record)
+    if cluster is None:
         raise NotComputable(f"no data for the accelerator {record.get('accelerator')!r}")
-    cluster = load_cluster(name)
-    gpus, per_node = record.get("num_gpus"), record.get("gpus_per_node")
-    if per_node and gpus and gpus >= per_node and cluster.gpus_per_node % per_node == 0:
-        cluster = load_cluster(name, ranks_per_node=per_node)
-    if gpus and (gpus < cluster.gpus_per_node or gpus % cluster.gpus_per_node == 0):
-        cluster = load_cluster(name, num_gpus=gpus, ranks_per_node=min(gpus, cluster.gpus_per_node))
     return cluster
-
-
-def _layout(record: dict[str, Any], stack: dict[str, Any], model: ModelSpec, brackets: list[str]) -> Layout:
-    degree = {key: int(record.get(key) or 1) for key in ("tp", "pp", "vpp", "cp", "ep")}
-    inner = degree["tp"] * degree["pp"] * degree["cp"]
-    dp = record.get("dp") or (record.get("num_gpus") or 0) // inner
-    if not dp:
-        raise NotComputable("neither the GPU count nor the data-parallel size is printed")
-    micro_batch, global_batch = _batches(record, stack, int(dp), degree["pp"])
-    if global_batch < micro_batch * int(dp):
-        raise NotComputable(
-            f"a batch of {global_batch} gives {dp} ranks less than {micro_batch} sequences each"
-        )
-    world = inner * int(dp)
-    etp = _expert_tensor_parallel(record, model, degree, world)
-    if record.get("pp") is None and record.get("tp") is None and record.get("num_gpus", 1) != 1:
-        brackets.append("the layout's degrees are not printed: 1 is assumed")
-    sharding = _sharding(record, stack)
-    return Layout(
-        tp=degree["tp"],
-        pp=degree["pp"],
-        vpp=degree["vpp"],
-        cp=degree["cp"],
-        ep=degree["ep"],
-        etp=etp,
-        dp=int(dp),
-        edp=max(1, world // (etp * degree["ep"] * degree["pp"])),
-        sequence_parallel=_sequence_parallel(record, stack, degree["tp"]),
-        micro_batch=micro_batch,
-        global_batch=global_batch,
-        num_layers_per_chunk=even_split(
-            model.num_layers, degree["pp"] * degree["vpp"], rest_last=bool(stack.get("rest_last"))
-        ),
-        sharding=sharding,
-        recompute=_recompute(record, brackets),
-        overlap=_overlap(stack, degree, sharding, record),
-    )
-
-
-def _overlap(
-    stack: dict[str, Any], degree: dict[str, int], sharding: Sharding, record: dict[str, Any]
-) -> Overlap:
-    """Return what the stack overlaps by itself."""
-    if stack.get("overlap") == "off":
-        return Overlap()
-    flags = record.get("recipe_flags") or {}
-    return Overlap(
-        grad_reduce=True,
-        param_gather=sharding == "optim",
-        tp_comm=stack.get("overlap") == "userbuffers" and degree["tp"] > 1,
-        p2p=degree["vpp"] > 1,
-        expert_all_to_all=bool(flags.get("a2aov")) and degree["ep"] > 1,
-    )
-
-
-def _expert_tensor_parallel(
-    record: dict[str, Any], model: ModelSpec, degree: dict[str, int], world: int
-) -> int:
-    """Return the printed size; unset means tp where the expert grid then divides the world, else 1."""
-    if record.get("etp") or model.moe is None:
-        return int(record.get("etp") or degree["tp"])
-    follows = degree["tp"] * degree["ep"] * degree["pp"]
-    return degree["tp"] if degree["ep"] == 1 and world % follows == 0 else 1
-
-
-def even_split(num_layers: int, chunks: int, *, rest_last: bool = False) -> tuple[int, ...]:
-    """Return layer counts per chunk; where they do not divide, the first or the last chunks have one more."""
-    base, rest = divmod(num_layers, chunks)
-    larger = range(chunks - rest, chunks) if rest_last else range(rest)
-    return tuple(base + (chunk in larger) for chunk in range(chunks))
-
-
-def _batches(record: dict[str, Any], stack: dict[str, Any], dp: int, pp: int) -> tuple[int, int]:
-    local = re.search(r"local batch (\d+)", str(record.get("notes") or ""))
-    if local and stack["profile"] == "fsdp2":
-        return max(1, int(local.group(1)) // pp), int(local.group(1)) * dp
-    micro, whole = record.get("micro_batch"), record.get("global_batch")
-    if micro is None and whole is None:
-        raise NotComputable("neither micro-batch nor global batch is printed")
-    micro = int(micro or 1)
-    return micro, int(whole or micro * dp * 8)
-
-
-def _sequence_parallel(record: dict[str, Any], stack: dict[str, Any], tp: int) -> bool:
-    printed = record.get("sp")
-    if printed is not None:
-        return bool(printed) and tp > 1
-    return stack["sequence_parallel"] == "with_tp" and tp > 1
-
-
-def _sharding(record: dict[str, Any], stack: dict[str, Any]) -> Sharding:
-    """Return the sharding that the record prints, else the stack's own."""
-    zero = str(record.get("zero") or "").lower()
-    text = f"{zero} {str(record.get('framework') or '').lower()}"
-    if "stage not in table" in zero or ("offload" in text and "offload=n" not in text):
-        raise NotComputable("the ZeRO stage is not printed, or state is offloaded to the host")
-    if "fsdp" in zero or re.search(r"zero.?3", text):
-        return "optim_grads_params"
-    if re.search(r"zero.?2", text):
-        return "optim_grads"
-    if zero in ("none", "ddp"):
-        return "none"
-    sharding: Sharding = stack["sharding"]
-    return sharding
-
-
-def _recompute(record: dict[str, Any], brackets: list[str]) -> Recompute:
-    printed = record.get("recompute")
-    if isinstance(printed, str):
-        printed = {"mode": printed, "details": ""}
-    if printed is None or printed.get("mode") is None:
-        brackets.append("recomputation is not printed: none is assumed")
-        return Recompute()
-    mode, details = printed["mode"], str(printed.get("details") or "")
-    if mode == "full":
-        return Recompute(granularity="full", method="uniform", num_layers=1)
-    if mode == "selective":
-        modules = tuple(
-            re.findall(r"core_attn|moe_act|layernorm|mla_up_proj|shared_experts|mlp|moe\b", details)
-        )
-        return Recompute(granularity="selective", modules=modules or ("core_attn",))
-    return Recompute()
 
 
 def _recipe(record: dict[str, Any], stack: dict[str, Any]) -> Recipe:
@@ -312,8 +212,8 @@ def _recipe(record: dict[str, Any], stack: dict[str, Any]) -> Recipe:
         activation_bytes=2,
         weight_bytes=entry["weight"],
         grad_bytes=entry["grad"],
-        grad_reduce_bytes=min(4, entry["grad"]),
-        param_gather_bytes=2,
+        grad_reduce_bytes=entry.get("grad_reduce", min(4, entry["grad"])),
+        param_gather_bytes=entry.get("param_gather", 2),
         optimizer_bytes=entry["optimizer"],
         step_extra_bytes=entry.get("step_extra", 0),
         cached_weight_bytes=entry.get("cached_weight", 0),

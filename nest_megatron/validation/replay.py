@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,26 +12,36 @@ import numpy as np
 from nest_megatron.cost.memory import device_bytes
 from nest_megatron.errors import NestError
 from nest_megatron.planner.evaluate import Evaluator
+from nest_megatron.specs.cluster import Cluster
+from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.plan import Prediction
-from nest_megatron.validation.records import Built, NotComputable, build
+from nest_megatron.validation.record_layout import NotComputable
+from nest_megatron.validation.records import Built, build
+
+#: What lays a calibration over the job of a record.
+Calibrate = Callable[[TrainJob, Cluster], TrainJob]
 
 
-def replay(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def replay(records: list[dict[str, Any]], *, calibrate: Calibrate | None = None) -> list[dict[str, Any]]:
     """Return one prediction entry per record, in order.
 
-    Each has ``id``, ``status`` (``computed``, ``bracket`` or ``unknown``), ``reason``; computable ones
-    also the
-    peak of the rank that the record's ``mem_scope`` names (else the worst), device peak, feasibility,
-    band, step
-    time with its band, and the memory terms in bytes.
+    Each has ``id``, ``status`` (``computed``, ``bracket`` or ``unknown``), ``reason``; computable ones also
+    the peak of the rank that the record's ``mem_scope`` names (else the worst), device peak, feasibility,
+    band, step time with its band and its terms in seconds, and the memory terms in bytes.
+
+    Args:
+        calibrate: lays a calibration over the job of each record.
     """
-    return [predict_record(record) for record in records]
+    return [predict_record(record, calibrate=calibrate) for record in records]
 
 
-def predict_record(record: dict[str, Any]) -> dict[str, Any]:
+def predict_record(record: dict[str, Any], *, calibrate: Calibrate | None = None) -> dict[str, Any]:
     """Return the prediction entry of one record."""
     try:
-        return predict_built(record, build(record))
+        built = build(record)
+        if calibrate is not None:
+            built = dataclasses.replace(built, job=calibrate(built.job, built.cluster))
+        return predict_built(record, built)
     except NotComputable as reason:
         return {"id": record["id"], "status": "unknown", "reason": str(reason)}
     except NestError as error:
@@ -56,6 +68,7 @@ def predict_built(record: dict[str, Any], built: Built) -> dict[str, Any]:
         "band": prediction.band,
         "step_time_s": prediction.step_time_s,
         "step_time_band_s": list(prediction.step_time_band_s),
+        "time_split": prediction.time_split,
         "terms": stage.terms_bytes,
     }
 

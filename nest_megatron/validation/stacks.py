@@ -21,7 +21,7 @@ def _data(folder: str, name: str) -> Any:
 
 
 def stack_of(framework: str, text: str) -> dict[str, Any]:
-    """Return the facts of the stack that ``framework`` names, with the matching variant laid over.
+    """Return the facts of the stack that ``framework`` names, with every matching variant laid over.
 
     Args:
         text: model name and notes of the record, where a source says which kernels ran.
@@ -35,7 +35,6 @@ def stack_of(framework: str, text: str) -> dict[str, Any]:
             for variant in entry["variants"]:
                 if re.search(variant["match"], f"{framework} | {text}".lower()):
                     _lay_over(found, variant)
-                    break
             return found
     raise BadInputError("NEST-V02", f"the software stack {framework!r} is not known")
 
@@ -53,6 +52,14 @@ def cluster_of(accelerator: str) -> str | None:
     for entry in _data("validation", "stacks.yaml")["clusters"]:
         if re.search(entry["match"], accelerator):
             return str(entry["cluster"])
+    return None
+
+
+def network_of(text: str) -> float | None:
+    """Return the Gb/s per node of the machine that ``text`` (source and accelerator) names, or None."""
+    for entry in _data("validation", "stacks.yaml")["machines"]:
+        if re.search(entry["match"], text):
+            return float(entry["network_Gb_per_s_per_node"])
     return None
 
 
@@ -96,6 +103,9 @@ def build_model(shape: dict[str, Any], *, sequence: int) -> ModelSpec:
         qk_norm=bool(shape.get("qk_norm", False)),
         hidden_dropout=dropout,
         attention_dropout=dropout,
+        attention_window=int(shape.get("window", 0)),
+        windowed_share=float(shape.get("windowed_share", 0.0)),
+        mtp_num_layers=int(shape.get("mtp", 0)),
         moe=_moe(shape, num_layers),
         mla=MLASpec(
             kv_lora_rank=mla["kv_lora"],
@@ -129,4 +139,8 @@ def _moe(shape: dict[str, Any], num_layers: int) -> MoESpec | None:
         ffn_hidden_size=int(shape.get("moe_ffn") or shape["ffn"]),
         shared_ffn_hidden_size=int(shape.get("shared_ffn", 0)),
         layer_pattern=tuple(pattern),
+        capacity_factor=shape.get("capacity"),
+        grouped_gemm=bool(shape.get("grouped_gemm", True)),
+        dispatcher=str(shape.get("dispatcher", "alltoall")),
+        group_topk=shape.get("group_topk"),
     )

@@ -15,15 +15,18 @@ from cython_dp.columns import NUM_COLUMNS, NUM_FEATURES, NUM_PARAMS
 
 def _compiled() -> types.SimpleNamespace:
     schedule = importlib.import_module("cython_dp.schedule")
+    problem = importlib.import_module("cython_dp.problem")
     search = importlib.import_module("cython_dp.search")
     return types.SimpleNamespace(
         simulate=schedule.simulate,
+        cycle_period=schedule.cycle_period,
         pipeline_bound=schedule.pipeline_bound,
         in_flight=schedule.in_flight,
-        Problem=search.Problem,
-        bounds=search.bounds,
-        smallest_block=search.smallest_block,
-        step_time=search.step_time,
+        Problem=problem.Problem,
+        bounds=problem.bounds,
+        smallest_block=problem.smallest_block,
+        step_time=problem.step_time,
+        quick_bounds=search.quick_bounds,
         best_first=search.best_first,
     )
 

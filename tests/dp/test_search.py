@@ -8,6 +8,7 @@ import pytest
 from cython_dp import reference
 from cython_dp.columns import NUM_KINDS, Feature
 from tests.dp.conftest import random_problem
+from tests.dp.instances import prefix_of
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -22,32 +23,24 @@ def test_compiled_bounds_equal_the_twin(compiled, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_search_finds_the_brute_force_optimum(solver, seed: int) -> None:
-    """Best-first with bounds returns the candidate that simulating everything returns."""
+    """Best-first over fixed splits returns the candidate that simulating everything returns."""
     problem = solver.Problem(**random_problem(seed))
-    bound_s, extra_s, *_ = solver.bounds(problem)
+    bound_s, extra_s, peak, *_ = solver.bounds(problem)
     everything = [solver.step_time(problem, i, float(extra_s[i])) for i in range(len(bound_s))]
-    order = np.argsort(bound_s, kind="stable")
-    simulated, evaluated = solver.best_first(problem, order, bound_s, extra_s, 0.0)
-    assert np.nanmin(simulated) == min(everything)
-    assert np.isfinite(simulated).sum() == evaluated
+    found = solver.best_first(problem, int(peak.max()))
+    assert np.nanmin(found.time_s) == min(everything) == found.lower_bound_s
+    assert np.isfinite(found.time_s).sum() == found.evaluated < len(everything)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_slack_keeps_every_near_optimum(solver, seed: int) -> None:
     """With slack 5 % every candidate within 5 % of the optimum has been simulated."""
     problem = solver.Problem(**random_problem(seed))
-    bound_s, extra_s, *_ = solver.bounds(problem)
+    bound_s, extra_s, peak, *_ = solver.bounds(problem)
     everything = np.array([solver.step_time(problem, i, float(extra_s[i])) for i in range(len(bound_s))])
-    simulated, _ = solver.best_first(problem, np.argsort(bound_s, kind="stable"), bound_s, extra_s, 0.05)
+    found = solver.best_first(problem, int(peak.max()), 0.05)
     near = everything <= everything.min() * 1.05
-    assert np.isfinite(simulated[near]).all()
-
-
-def prefix_of(kinds: list[int]) -> np.ndarray:
-    """Return the layers of each kind before each layer."""
-    flags = np.array(kinds) == np.arange(NUM_KINDS)[:, None]
-    counts = np.concatenate([np.zeros((NUM_KINDS, 1)), np.cumsum(flags, axis=1)], axis=1)
-    return counts.astype(np.int32)
+    assert np.isfinite(found.time_s[near]).all()
 
 
 def test_features_account_for_every_layer() -> None:

@@ -50,6 +50,7 @@ RUN = {
     "micro_batch": 1,
     "tp": 1,
     "pp": 2,
+    "vpp": 1,
     "dp": 4,
     "cp": 1,
     "zero": "zero-1",

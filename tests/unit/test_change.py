@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nest_megatron.errors import BadInputError
@@ -75,6 +75,7 @@ def test_nothing_asked_changes_nothing() -> None:
         assert differences(SMALL, layout, layout, besides={}) == ()
 
 
+@settings(deadline=None)
 @given(data=st.data())
 def test_spelling_is_read_back(data: st.DataObject) -> None:
     """``parse_value`` returns what ``spelled`` wrote, for every axis that can be asked for."""

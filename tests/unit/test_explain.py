@@ -122,7 +122,7 @@ def test_a_user_layout_that_is_illegal_is_still_a_base() -> None:
 
 def test_what_is_not_searched_is_said(planned: Layout) -> None:
     """A layout outside of the enumerated space is answered with where it lies."""
-    heavy = ask(planned, vpp=1, pp=2, layers=(20, 12))
+    heavy = ask(planned, vpp=2, pp=2, layers=(4, 12, 8, 8))
     assert any("split of the layers is not searched" in reason for reason in heavy.reasons)
 
 

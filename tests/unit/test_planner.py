@@ -17,13 +17,16 @@ from nest_megatron.errors import BadInputError, NoPlanError
 from nest_megatron.planner.evaluate import Evaluator, paired_ratio, problem_of
 from nest_megatron.planner.freedom import apply_settings
 from nest_megatron.planner.search import TIE, changes, search
-from nest_megatron.planner.space import enumerate_space
+from nest_megatron.planner.space import Space, enumerate_space
 from nest_megatron.specs.job import CheckpointState, TrainJob
 from nest_megatron.specs.layout import Layout, Recompute
 from nest_megatron.specs.settings import PlanSettings
 from nest_megatron.units import GIB
 from tests import builders
+from tests.dp.instances import compositions
 
+#: A dialect that writes the layers of the first and the last stage, and no layout string.
+OWN_ENDS = dataclasses.replace(builders.EVERYTHING, layout_string=False)
 DEFAULTS: dict[str, Any] = {"tp": 2, "sequence_parallel": True, "sharding": "optim"}
 
 
@@ -43,18 +46,28 @@ def cluster_of(job: TrainJob):
     return load_cluster("dgx-h100", num_gpus=job.num_gpus)
 
 
+def splits_of(space: Space, i: int, num_layers: int) -> list[tuple[int, ...]]:
+    """Return every split that candidate ``i`` leaves open."""
+    layout = space.layout(i)
+    chunks = layout.pp * layout.vpp
+    if space.free[i]:
+        return list(compositions(num_layers, chunks, space.domains.least))
+    first, count = int(space.choice_first[i]), int(space.choice_count[i])
+    starts = space.choices[first : first + count]
+    return [tuple(space.sizes[start : start + chunks].tolist()) for start in starts]
+
+
 def everything(job: TrainJob) -> list[tuple[float, int, Layout]]:
-    """Return (seconds, allocated bytes, layout) of every layout of the space, all block sizes included."""
+    """Return (seconds, allocated bytes, layout) of every layout of the space: all splits, all block sizes."""
     space = enumerate_space(job)
     layouts: list[Layout] = []
     for i in range(len(space)):
-        layout = space.layout(i)
-        if layout.recompute.method != "block":
-            layouts.append(layout)
-            continue
-        for count in range(1, max(layout.num_layers_per_chunk)):
-            block = Recompute(granularity="full", method="block", num_layers=count)
-            layouts.append(dataclasses.replace(layout, recompute=block))
+        for sizes in splits_of(space, i, job.model.num_layers):
+            layout = space.layout(i, sizes=sizes)
+            open_count = layout.recompute.method == "block" and not space.num_recompute[i]
+            for count in range(1, max(sizes)) if open_count else [layout.recompute.num_layers]:
+                block = dataclasses.replace(layout.recompute, num_layers=count)
+                layouts.append(dataclasses.replace(layout, recompute=block))
     evaluator = Evaluator(job, cluster_of(job))
     peaks = bounds(problem_of(job, evaluator.cost.tables(layouts), layouts))[2]
     runs = feasible(peaks, job, cluster_of(job).accelerator.visible_bytes)
@@ -69,19 +82,21 @@ def everything(job: TrainJob) -> list[tuple[float, int, Layout]]:
 @pytest.mark.parametrize(
     "job",
     [
-        job_of(),
-        job_of(builders.llama8b(num_layers=6), num_gpus=4),
+        job_of(builders.llama8b(num_layers=4)),
+        job_of(builders.llama8b(num_layers=5), num_gpus=4),
         job_of(
             builders.mixtral(
                 num_layers=4, moe=dataclasses.replace(builders.mixtral().moe, layer_pattern=(0, 1) * 2)
-            )
+            ),
+            num_gpus=4,
         ),
-        job_of(builders.llama8b(num_layers=8), reserved_bytes=50 * GIB),
+        job_of(builders.llama8b(num_layers=4), reserved_bytes=50 * GIB),
+        job_of(builders.llama8b(num_layers=6), num_gpus=4, capabilities=OWN_ENDS),
     ],
-    ids=["dense-8", "dense-4", "mixed-moe-8", "little-memory"],
+    ids=["dense-8", "dense-4", "mixed-moe-4", "little-memory", "own-ends"],
 )
 def test_search_equals_trying_everything(job: TrainJob) -> None:
-    """The certified objective is the least simulated time over every layout that runs, all block sizes."""
+    """The certified objective is the least time over every layout that runs, all splits and block sizes."""
     result = search(job, cluster_of(job))
     certificate = result.certificate
     evaluator = Evaluator(job, cluster_of(job))

@@ -22,7 +22,17 @@ from nest_megatron.report.page import Page
 from nest_megatron.report.tables import MAX_STAGE_ROWS, layers_per_chunk, memory_columns, time_terms
 from nest_megatron.report.text import NOT_CHECKED, render_check, render_plan
 from nest_megatron.specs.layout import Layout, Overlap, Recompute
-from nest_megatron.specs.plan import Candidate, Certificate, Plan, Prediction, StagePrediction, UserSide
+from nest_megatron.specs.plan import (
+    AxisCrossings,
+    Candidate,
+    Certificate,
+    OrderPrice,
+    Plan,
+    Prediction,
+    RankMap,
+    StagePrediction,
+    UserSide,
+)
 from nest_megatron.units import GIB
 
 SECTIONS = (
@@ -31,6 +41,7 @@ SECTIONS = (
     "Time per step of the plan",
     "Changed keys",
     "Environment",
+    "Rank map",
     "Runner-ups",
     "Search",
     "Assumptions",
@@ -130,7 +141,27 @@ def long_plan(**changes: Any) -> Plan:
         "outcome": "repaired",
         "headline": "TIGHT: repaired, 12.0 s per step",
         "ratio": None,
-        "rank_map": {"nodes": list(range(16))},
+        "rank_map": RankMap(
+            order="tp-cp-ep-dp-pp",
+            nodes=tuple(f"gpu{node:03d}" for node in range(16)),
+            gpus_per_node=8,
+            step_time_s=11.4,
+            default_step_time_s=12.0,
+            bound_s=11.1,
+            optimal=False,
+            priced=12,
+            estimated=3000,
+            search_s=0.4,
+            prices=(
+                OrderPrice(order="tp-cp-ep-dp-pp", nodes="slurm", step_time_s=12.0),
+                OrderPrice(order="tp-cp-ep-dp-pp", nodes="map", step_time_s=11.4),
+            ),
+            crossings=(
+                AxisCrossings(
+                    axis="pp", size=16, groups=8, mapped={"leaf": 8, "pod": 1}, default={"leaf": 8, "pod": 6}
+                ),
+            ),
+        ),
         "env": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         "edits": {"model.tensor_model_parallel_size": 4, "model.recompute_granularity": None},
         "user": UserSide(layout=user, prediction=None, violations=(violation,)),
@@ -351,7 +382,7 @@ def test_content_cannot_inject_markup_or_control_characters() -> None:
         rejections={HOSTILE: 1},
         provenance={"model": HOSTILE},
         env={HOSTILE: HOSTILE},
-        rank_map={HOSTILE: [HOSTILE] * 20},
+        rank_map=dataclasses.replace(long_plan().rank_map, nodes=(HOSTILE,) * 20),
         user=UserSide(layout=Layout(), prediction=None, violations=(violation,)),
     )
     for encoding in ("utf-8", "ascii", "latin-1"):

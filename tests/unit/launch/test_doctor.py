@@ -11,7 +11,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from cython_dp import search
+from cython_dp import problem as compiled
 from nest_megatron.launch import doctor
 from nest_megatron.launch.doctor import Finding, examine
 
@@ -80,13 +80,13 @@ def test_absent_extension_is_found(tmp_path: Path) -> None:
 
 def test_wrong_extension_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled solver that computes something else than its twin is refused."""
-    compute = search.bounds
+    compute = compiled.bounds
 
-    def off_by_one(problem: search.Problem) -> tuple[object, ...]:
+    def off_by_one(problem: compiled.Problem) -> tuple[object, ...]:
         first, second, peaks, *rest = compute(problem)
         return first, second, peaks + 1, *rest
 
-    monkeypatch.setattr(search, "bounds", off_by_one)
+    monkeypatch.setattr(compiled, "bounds", off_by_one)
     assert finding("compiled solver").status == "failed"
 
 

@@ -1,0 +1,94 @@
+"""Floors of time and memory of one candidate over all its splits, in a few operations per rank."""
+
+from __future__ import annotations
+
+import math
+
+from cython_dp.columns import NUM_KINDS, RECOMPUTE_BLOCK, RECOMPUTE_UNIFORM, Column, Feature, Param
+from cython_dp.reference.problem import Problem, hop_s
+from cython_dp.reference.schedule import BOUND_SAFETY, in_flight
+
+
+def present_kinds(problem: Problem) -> list[tuple[int, int]]:
+    """Return (slot, number of layers) of the kinds that the model has."""
+    counts = problem.prefix[:, -1]
+    return [(k, int(counts[k])) for k in range(NUM_KINDS) if counts[k] > 0]
+
+
+def extra_floor(problem: Problem, node: int) -> float:
+    """Return at most the synchronisation plus optimizer seconds of any split: the mean over ranks.
+
+    Latencies are left out, and of the synchronisation only what no compute hides is counted.
+    """
+    times, params = problem.node_times[node], problem.node_params[node]
+    dense, expert = float(params[Param.FIRST] + params[Param.LAST]), 0.0
+    for k, count in present_kinds(problem):
+        dense += float(count * params[Param.DENSE + k])
+        expert += float(count * params[Param.EXPERT + k])
+    shown = 1.0 - times[Column.SYNC_HIDDEN]
+    total = dense * (shown * times[Column.SYNC_BETA_DENSE] + times[Column.OPTIMIZER_DENSE])
+    total += expert * (shown * times[Column.SYNC_BETA_EXPERT] + times[Column.OPTIMIZER_EXPERT])
+    return float(total / int(problem.node_pp[node]) * BOUND_SAFETY)
+
+
+def quick_time(problem: Problem, i: int) -> float:
+    """Return seconds that no split of the candidate can beat: work, fill, messages once."""
+    _, p, v, m, _, mode, _, node = problem.shape(i)
+    times = problem.node_times[node]
+    f = times[Column.F_FIRST] + times[Column.F_LAST]
+    b = times[Column.B_FIRST] + times[Column.B_LAST]
+    least = math.inf
+    for k, count in present_kinds(problem):
+        layer_f, layer_b = times[Column.FORWARD + k], times[Column.BACKWARD + k]
+        if mode == RECOMPUTE_UNIFORM:
+            layer_b = layer_b + times[Column.AGAIN + k]
+        f, b = f + count * layer_f, b + count * layer_b
+        least = min(least, layer_f + layer_b)
+    hop = hop_s(times, v) if p > 1 else 0.0
+    if v == 1:
+        # split.FreeSplit.work_s
+        seconds = f + b + (m - 1) * ((f + b) if m > p else max(f, b)) / p + 2 * hop * (p - 1)
+    else:
+        # Mean over ranks r of: head of r first chunks, and m times the work of r.
+        chunk = int(problem.floor[i]) * least + 2 * hop
+        seconds = m * (f + b) / p + chunk * (p - 1) / 2
+        seconds += (times[Column.F_FIRST] + times[Column.B_FIRST]) * (p - 1) / p
+    return float(seconds * BOUND_SAFETY + extra_floor(problem, node))
+
+
+def has_room(problem: Problem, i: int, limit_bytes: int, count: int) -> bool:
+    """Return False when the ranks together cannot hold all layers within ``limit_bytes``, whatever the split.
+
+    Args:
+        count: recomputed layers of each chunk in block mode.
+    """
+    _, p, v, m, group, mode, num_recompute, node = problem.shape(i)
+    num_layers = int(problem.prefix.shape[1] - 1)
+    count = count * v if mode == RECOMPUTE_BLOCK else 0
+    held = 0
+    for rank in range(p):
+        alive = in_flight(p, v, m, group, rank)
+        most = num_layers
+        for c in problem.node_memory[node].tolist():
+            fixed = c[Feature.ONE] + sum(alive) * c[Feature.LIVE_CHUNKS]
+            if rank == 0:
+                fixed += c[Feature.FIRST] + alive[0] * c[Feature.LIVE_FIRST]
+            if rank == p - 1:
+                fixed += c[Feature.LAST]
+            if fixed > limit_bytes:
+                return False
+            unit = c[Feature.LIVE_UNITS] // (num_recompute if mode == RECOMPUTE_UNIFORM else 1)
+            kept = [
+                (c[Feature.HELD + k], unit if mode == RECOMPUTE_UNIFORM else c[Feature.LIVE + k])
+                for k, _ in present_kinds(problem)
+            ]
+            plain = min(states + alive[v - 1] * saved for states, saved in kept)
+            again = min(plain, min(states + alive[v - 1] * unit for states, _ in kept))
+            # The recomputed layers first, then as many plain ones as still fit.
+            free = limit_bytes - fixed
+            if again > 0 and free // again < count:
+                most = min(most, free // again)
+            elif plain > 0:
+                most = min(most, count + (free - count * again) // plain)
+        held += most
+    return held >= num_layers

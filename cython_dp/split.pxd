@@ -1,0 +1,39 @@
+# Exact layer split of one layout without interleaving; fields and rules as in ``reference.split.FreeSplit``.
+from cython_dp._typedefs cimport float64_t, int32_t
+
+
+cdef struct Stage:
+    float64_t forward_s
+    float64_t backward_s
+
+
+cdef struct FreeSplit:
+    int p
+    int m
+    int num_layers
+    int least
+    int num_again
+    float64_t first_f
+    float64_t first_b
+    float64_t last_f
+    float64_t last_b
+    float64_t hop_s
+    float64_t again_s
+    float64_t* forward_s     # (num_layers + 1,)
+    float64_t* backward_s
+    int32_t* reach           # (p, num_layers + 1)
+    int32_t* farthest        # (p, num_layers + 1) result of `feasible`
+    char* starts             # (p + 1, num_layers + 1) result of `feasible`
+    int32_t* following       # (num_layers + 2,) scratch
+
+
+cdef float64_t path_seconds(const FreeSplit* split, int rank, int x, int y) noexcept nogil
+cdef float64_t work_seconds(const FreeSplit* split) noexcept nogil
+cdef float64_t ceiling_seconds(const FreeSplit* split) noexcept nogil
+# Fills `farthest` and `starts` for the limit; whether a split exists.
+cdef bint feasible(FreeSplit* split, float64_t limit_s) noexcept nogil
+# Whether a split keeps `cutoff_s`; then the lower bound and a limit that some split keeps.
+cdef bint smallest_limit(
+    FreeSplit* split, float64_t cutoff_s, float64_t* lower_s, float64_t* limit_s) noexcept nogil
+# Layers per stage of a split that keeps `limit_s`, as even as that allows; `feasible` is run again.
+cdef void first_split(FreeSplit* split, float64_t limit_s, int32_t* sizes) noexcept nogil

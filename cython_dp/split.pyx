@@ -1,0 +1,148 @@
+"""Compiled exact split of the layers over stages; the readable twin is ``cython_dp.reference.split``."""
+
+from libc.math cimport fabs, fmax
+
+from cython_dp._typedefs cimport float64_t, int32_t
+
+cdef float64_t BISECTION_WIDTH = 1e-10
+cdef int MAX_BISECTIONS = 60
+
+
+cdef inline Stage stage_seconds(const FreeSplit* split, int rank, int x, int y) noexcept nogil:
+    cdef Stage stage
+    cdef int again = split.num_again if split.num_again < y - x else y - x
+    stage.forward_s = split.forward_s[y] - split.forward_s[x]
+    stage.backward_s = split.backward_s[y] - split.backward_s[x] + split.again_s * again
+    if rank == 0:
+        stage.forward_s = stage.forward_s + split.first_f
+        stage.backward_s = stage.backward_s + split.first_b
+    if rank == split.p - 1:
+        stage.forward_s = stage.forward_s + split.last_f
+        stage.backward_s = stage.backward_s + split.last_b
+    return stage
+
+
+cdef float64_t path_seconds(const FreeSplit* split, int rank, int x, int y) noexcept nogil:
+    cdef Stage stage = stage_seconds(split, rank, x, y)
+    cdef float64_t f = stage.forward_s, b = stage.backward_s, head = 0.0, trip = 0.0, edges
+    cdef int m = split.m, window = split.p - rank, cycles
+    if rank > 0:
+        head = split.forward_s[x] + split.backward_s[x] + split.first_f + split.first_b
+        head += 2 * split.hop_s * rank
+    if rank < split.p - 1:
+        trip = split.forward_s[split.num_layers] - split.forward_s[y]
+        trip += split.backward_s[split.num_layers] - split.backward_s[y]
+        trip += split.last_f + split.last_b + 2 * split.hop_s * (split.p - 1 - rank)
+    if m <= window:
+        return head + f + b + fmax((m - 1) * (f + b), trip + (m - 1) * fmax(f, b))
+    edges = fmax((window - 1) * f, trip) + fmax((window - 1) * b, trip)
+    cycles = (m - 1) // window
+    return fmax(
+        head + (m - window + 1) * (f + b) + edges,
+        head + (1 + cycles) * trip + (m - cycles * (window - 1)) * (f + b),
+    )
+
+
+cdef float64_t work_seconds(const FreeSplit* split) noexcept nogil:
+    cdef float64_t f = split.forward_s[split.num_layers] + split.first_f + split.last_f
+    cdef float64_t b = split.backward_s[split.num_layers] + split.first_b + split.last_b
+    cdef float64_t rest = (split.m - 1) * ((f + b) if split.m > split.p else fmax(f, b)) / split.p
+    return f + b + rest + 2 * split.hop_s * (split.p - 1)
+
+
+cdef float64_t ceiling_seconds(const FreeSplit* split) noexcept nogil:
+    cdef float64_t f = split.forward_s[split.num_layers] + split.first_f + split.last_f
+    cdef float64_t b = split.backward_s[split.num_layers] + split.first_b + split.last_b
+    return (split.m + 4) * (f + b + split.again_s * split.num_layers + 2 * split.hop_s * split.p)
+
+
+cdef bint feasible(FreeSplit* split, float64_t limit_s) noexcept nogil:
+    cdef int num_layers = split.num_layers, width = split.num_layers + 1, rank, x, y, nearest
+    cdef int32_t* reach
+    cdef int32_t* farthest
+    cdef char* starts
+    for x in range(width):
+        split.starts[split.p * width + x] = x == num_layers
+    for rank in range(split.p - 1, -1, -1):
+        reach = split.reach + rank * width
+        farthest = split.farthest + rank * width
+        starts = split.starts + rank * width
+        y = 0
+        for x in range(width):
+            if y < x:
+                y = x
+            while y < reach[x] and path_seconds(split, rank, x, y + 1) <= limit_s:
+                y += 1
+            farthest[x] = -1
+            if x + split.least <= y and y <= reach[x] and path_seconds(split, rank, x, y) <= limit_s:
+                farthest[x] = y
+        nearest = width
+        split.following[width] = width
+        for x in range(num_layers, -1, -1):
+            if starts[width + x]:
+                nearest = x
+            split.following[x] = nearest
+        for x in range(width):
+            starts[x] = x + split.least < width and split.following[x + split.least] <= farthest[x]
+    return split.starts[0]
+
+
+cdef bint smallest_limit(
+    FreeSplit* split, float64_t cutoff_s, float64_t* lower_s, float64_t* limit_s
+) noexcept nogil:
+    cdef float64_t low, high, middle
+    cdef int _number
+    if not feasible(split, cutoff_s):
+        return False
+    low = work_seconds(split)
+    high = cutoff_s
+    if low >= high or feasible(split, low):
+        lower_s[0] = limit_s[0] = low if low < high else high
+        return True
+    for _number in range(MAX_BISECTIONS):
+        if high - low <= BISECTION_WIDTH * high:
+            break
+        middle = 0.5 * (low + high)
+        if feasible(split, middle):
+            high = middle
+        else:
+            low = middle
+    lower_s[0] = low
+    limit_s[0] = high
+    return True
+
+
+cdef int nearest_share(const FreeSplit* split, int rank, int x, int low, int high) noexcept nogil:
+    # The end in [low, high] whose stage comes closest to an equal share of the work that is left.
+    cdef Stage stage = stage_seconds(split, rank, x, low)
+    cdef float64_t left = split.forward_s[split.num_layers] - split.forward_s[x], share, distance
+    cdef int y, best = low
+    left += split.backward_s[split.num_layers] - split.backward_s[x] + split.last_f + split.last_b
+    if rank == 0:
+        left += split.first_f + split.first_b
+    share = left / (split.p - rank)
+    distance = fabs(stage.forward_s + stage.backward_s - share)
+    for y in range(low + 1, high + 1):
+        stage = stage_seconds(split, rank, x, y)
+        if fabs(stage.forward_s + stage.backward_s - share) < distance:
+            best = y
+            distance = fabs(stage.forward_s + stage.backward_s - share)
+    return best
+
+
+cdef void first_split(FreeSplit* split, float64_t limit_s, int32_t* sizes) noexcept nogil:
+    cdef int width = split.num_layers + 1, rank, x = 0, y, low, high, wanted, best, distance, best_distance
+    feasible(split, limit_s)
+    for rank in range(split.p):
+        low = x + split.least
+        high = split.farthest[rank * width + x]
+        wanted = nearest_share(split, rank, x, low, high)
+        best = -1
+        best_distance = width
+        for y in range(low, high + 1):
+            distance = y - wanted if y > wanted else wanted - y
+            if split.starts[(rank + 1) * width + y] and distance < best_distance:
+                best = y
+                best_distance = distance
+        sizes[rank] = best - x
+        x = best

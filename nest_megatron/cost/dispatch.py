@@ -1,0 +1,47 @@
+"""Seconds of one expert dispatch or combine: all-to-all, or one copy per destination (DeepEP, HybridEP).
+
+Source of every formula: research/moe.md section 3, item 1.
+"""
+
+from __future__ import annotations
+
+from nest_megatron.cluster.groups import GroupShape
+from nest_megatron.cost.collectives import CollectiveModel
+from nest_megatron.specs.cluster import Cluster
+from nest_megatron.specs.constants import StepConstants
+from nest_megatron.specs.model import MoESpec
+
+
+class DispatchModel:
+    """Prices the token exchange of an MoE layer on one cluster."""
+
+    def __init__(self, cluster: Cluster, collectives: CollectiveModel, time: StepConstants) -> None:
+        self._levels = cluster.levels
+        self._collectives = collectives
+        self._time = time
+
+    def all_to_all_s(self, routed_bytes: float, group: GroupShape) -> float:
+        """Return seconds when every token travels once per expert; ``routed_bytes`` leave each rank."""
+        return self._collectives.time_s("all_to_all", routed_bytes, group)
+
+    def flex_s(self, token_bytes: float, moe: MoESpec, group: GroupShape) -> float:
+        """Return seconds when a token travels once per destination domain and fans out inside it.
+
+        Of D domains a token with k experts hits D*(1-(1-1/D)^k), at most ``group_topk``; of e ranks
+        e*(1-(1-1/e)^k).
+
+        Args:
+            token_bytes: hidden states of the tokens of one rank, once.
+        """
+        time, ranks, domains = self._time, group.size, group.num_domains
+        hit_domains = domains * (1 - (1 - 1 / domains) ** moe.top_k)
+        if moe.group_topk:
+            hit_domains = min(hit_domains, moe.group_topk)
+        hit_ranks = ranks * (1 - (1 - 1 / ranks) ** moe.top_k)
+        inside = self._levels[0].usable_bytes_per_s * time.flex_domain_share
+        seconds = token_bytes * hit_ranks * (1 - 1 / ranks) / inside
+        # Copies spread evenly over the domains, so each port carries its share of the exchange.
+        for load, level in zip(group.loads.pairs, self._levels[1:], strict=True):
+            rate = level.usable_bytes_per_s * time.flex_network_share
+            seconds = max(seconds, token_bytes * hit_domains * load / rate)
+        return time.dispatch_start_s + seconds

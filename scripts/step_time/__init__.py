@@ -1,0 +1,1 @@
+"""Fitting and judging the constants of the step-time model."""

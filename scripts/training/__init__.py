@@ -1,0 +1,1 @@
+"""Real megatron-core training from a planned configuration; scripts/train.py is its command."""
