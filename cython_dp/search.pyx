@@ -109,7 +109,7 @@ cdef class _Search:
     ):
         cdef Py_ssize_t count = problem.node.shape[0]
         cdef int p = problem.max_chunks, width = problem.num_layers + 1
-        cdef size_t floats = 2 * width, ints = 2 * p * width + width + 1 + 5 * p, chars = (p + 1) * width
+        cdef size_t floats = 2 * width, ints = 2 * p * width + width + 1 + 6 * p, chars = (p + 1) * width
         cdef float64_t* floating
         cdef int32_t* integers
         self.problem = problem
@@ -129,6 +129,7 @@ cdef class _Search:
         self.end_at = self.start_at + p
         self.one_size = self.end_at + p
         self.one_start = self.one_size + p
+        self.split.latest = self.one_start + p
         self.split.starts = <char*>(integers + ints)
         self.limit_bytes = limit_bytes
         self.slack = slack
@@ -284,27 +285,38 @@ cdef class _Search:
 
     cdef void fill_reach(self, Py_ssize_t i, int num_recompute) noexcept:
         cdef Problem problem = self.problem
-        cdef int p = problem.node_pp[problem.node[i]], width = problem.num_layers + 1, rank, x, y, k
-        cdef int kinds = 0
+        # Needs grow with the stage: ends grow with starts, so starts that no split has are left closed.
+        cdef int p = problem.node_pp[problem.node[i]], width = problem.num_layers + 1, rank, x, y = 0, k
+        cdef int kinds = 0, earliest = problem.num_layers
         cdef bint units
         cdef int32_t* reach
+        cdef int32_t* latest = self.split.latest
         for k in range(NUM_KINDS):
             kinds += problem.prefix[k, problem.num_layers] > 0
         units = problem.mode[i] != BLOCK or kinds == 1
         for rank in range(p):
             reach = self.split.reach + rank * width
-            y = 0
             for x in range(width):
-                if kinds == 1 and x > 0:
-                    reach[x] = x - 1
-                    if reach[0] >= 0:
-                        reach[x] = x + reach[0] if x + reach[0] < problem.num_layers else problem.num_layers
-                    continue
-                if y < x:
-                    y = x
-                while y < problem.num_layers and self.stage_fits(i, rank, x, y + 1, num_recompute, units):
-                    y += 1
-                reach[x] = y if self.stage_fits(i, rank, x, y, num_recompute, units) else x - 1
+                reach[x] = x - 1
+        for rank in range(p):
+            latest[rank] = y
+            x = y
+            while y < problem.num_layers and self.stage_fits(i, rank, x, y + 1, num_recompute, units):
+                y += 1
+        if y < problem.num_layers:
+            return
+        for rank in range(p - 1, -1, -1):
+            reach = self.split.reach + rank * width
+            y = problem.num_layers if rank == p - 1 else latest[rank + 1]
+            for x in range(latest[rank], -1, -1):
+                while y >= x and not self.stage_fits(i, rank, x, y, num_recompute, units):
+                    y -= 1
+                if y < earliest or y < x:
+                    break
+                reach[x] = y
+            else:
+                x = -1
+            earliest = x + 1
 
     cdef int visit_free(self, Py_ssize_t i, int num_recompute) except -1:
         cdef float64_t limit_s, lower_s = 0.0, kept_s = 0.0

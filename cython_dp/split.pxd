@@ -25,6 +25,7 @@ cdef struct FreeSplit:
     int32_t* farthest        # (p, num_layers + 1) result of `feasible`
     char* starts             # (p + 1, num_layers + 1) result of `feasible`
     int32_t* following       # (num_layers + 2,) scratch
+    int32_t* latest          # (p,) scratch
 
 
 cdef float64_t path_seconds(const FreeSplit* split, int rank, int x, int y) noexcept nogil

@@ -1,11 +1,14 @@
 """Compiled exact split of the layers over stages; the readable twin is ``cython_dp.reference.split``."""
 
 from libc.math cimport fabs, fmax
+from libc.string cimport memset
 
 from cython_dp._typedefs cimport float64_t, int32_t
 
 cdef float64_t BISECTION_WIDTH = 1e-10
 cdef int MAX_BISECTIONS = 60
+# Rounding may move an end by one comparison: windows of starts are a little wider than the limit asks.
+cdef float64_t WINDOW_SLACK = 1.0 + 1e-9
 
 
 cdef inline Stage stage_seconds(const FreeSplit* split, int rank, int x, int y) noexcept nogil:
@@ -56,34 +59,54 @@ cdef float64_t ceiling_seconds(const FreeSplit* split) noexcept nogil:
     return (split.m + 4) * (f + b + split.again_s * split.num_layers + 2 * split.hop_s * split.p)
 
 
+cdef bint fill_latest(FreeSplit* split, float64_t limit_s) noexcept nogil:
+    # The latest start of each rank, every earlier one taking all it may; whether the last layer is reached.
+    cdef int rank, x, y = 0
+    cdef const int32_t* reach
+    for rank in range(split.p):
+        x = y
+        split.latest[rank] = x
+        reach = split.reach + rank * (split.num_layers + 1)
+        while y < reach[x] and path_seconds(split, rank, x, y + 1) <= limit_s:
+            y += 1
+    return y == split.num_layers
+
+
 cdef bint feasible(FreeSplit* split, float64_t limit_s) noexcept nogil:
+    # Ends grow with starts, so only starts up to the latest matter, down to where the next rank is missed.
     cdef int num_layers = split.num_layers, width = split.num_layers + 1, rank, x, y, nearest
-    cdef int32_t* reach
+    cdef const int32_t* reach
     cdef int32_t* farthest
     cdef char* starts
-    for x in range(width):
-        split.starts[split.p * width + x] = x == num_layers
+    split.starts[0] = False
+    if not fill_latest(split, limit_s * WINDOW_SLACK):
+        return False
+    memset(split.starts, 0, (split.p + 1) * width)
+    split.starts[split.p * width + num_layers] = True
     for rank in range(split.p - 1, -1, -1):
         reach = split.reach + rank * width
         farthest = split.farthest + rank * width
         starts = split.starts + rank * width
-        y = 0
-        for x in range(width):
-            if y < x:
-                y = x
-            while y < reach[x] and path_seconds(split, rank, x, y + 1) <= limit_s:
-                y += 1
-            farthest[x] = -1
-            if x + split.least <= y and y <= reach[x] and path_seconds(split, rank, x, y) <= limit_s:
-                farthest[x] = y
         nearest = width
         split.following[width] = width
         for x in range(num_layers, -1, -1):
+            farthest[x] = -1
             if starts[width + x]:
                 nearest = x
             split.following[x] = nearest
-        for x in range(width):
-            starts[x] = x + split.least < width and split.following[x + split.least] <= farthest[x]
+        y = num_layers
+        for x in range(split.latest[rank], -1, -1):
+            if y > reach[x]:
+                y = reach[x]
+            while y > x and path_seconds(split, rank, x, y) > limit_s:
+                y -= 1
+            if y < nearest:
+                break
+            if y >= x + split.least and path_seconds(split, rank, x, y) <= limit_s:
+                farthest[x] = y
+                starts[x] = split.following[x + split.least] <= y
+        if nearest == width:
+            return False
     return split.starts[0]
 
 

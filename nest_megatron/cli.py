@@ -26,8 +26,8 @@ from nest_megatron.errors import NestError, PlannerFault
 from nest_megatron.output import TRACEBACK_VARIABLE, fail, version
 
 _EXIT_CODES = """exit codes:
-  0  plan: a plan was made           check: the layout is legal and fits    explain: answered
-  1  plan, explain: no layout is legal and fits, or a defect of the planner
+  0  plan, replan: a plan was made   check: the layout is legal and fits   explain: answered
+  1  plan, replan, explain: no layout is legal and fits, or a defect of the planner
      check: the layout is illegal or does not fit
   2  the input cannot be used: file, key, value or option
   doctor: 0 a run can be planned in this environment, 1 it cannot

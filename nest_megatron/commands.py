@@ -59,7 +59,8 @@ def run_replan(arguments: argparse.Namespace) -> int:
     from nest_megatron.dialects.overrides import apply_overrides
     from nest_megatron.launch.hostfile import write_hostfiles
     from nest_megatron.launch.planfile import read_plan
-    from nest_megatron.pipeline import MINIMUM_GAIN, replan_config
+    from nest_megatron.pipeline import replan_config
+    from nest_megatron.planner.headline import MINIMUM_GAIN
     from nest_megatron.planner.request import request_of
     from nest_megatron.report.replan import render_replan
 

@@ -25,6 +25,13 @@ from nest_megatron.planner.environment import environment
 from nest_megatron.planner.evaluate import Evaluator, paired_ratio
 from nest_megatron.planner.explain import Base, Explanation, explain
 from nest_megatron.planner.freedom import apply_settings, unkept
+from nest_megatron.planner.headline import (
+    MINIMUM_GAIN,
+    map_gain,
+    measured,
+    plan_headline,
+    selection_notes,
+)
 from nest_megatron.planner.rankmap import rank_map
 from nest_megatron.planner.replan import (
     Site,
@@ -41,11 +48,8 @@ from nest_megatron.planner.search import SearchResult, search
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import COMMAND_LINE, TrainJob
 from nest_megatron.specs.layout import Layout, Order
-from nest_megatron.specs.plan import Candidate, Outcome, Plan, Prediction, RankMap, UserSide
+from nest_megatron.specs.plan import Candidate, Outcome, Plan, UserSide
 from nest_megatron.specs.settings import PlanSettings
-
-#: The best plan must beat the user's by this share at both ends of every overlap interval (DESIGN section 7).
-MINIMUM_GAIN = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +245,7 @@ def replan_config(
         prediction=prediction,
         certificate=found.result.certificate if found.result else only_layout(prediction.step_time_s),
         outcome=found.outcome,
-        headline=headline(found, minimum_gain) + _map_gain(placed),
+        headline=headline(found, minimum_gain) + map_gain(placed),
         ratio=found.ratio,
         rank_map=placed,
         env=environment(layout, site.cluster),
@@ -354,9 +358,9 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
         prediction=prediction,
         certificate=result.certificate,
         outcome=outcome,
-        headline=_headline(outcome, ratio, prediction, user, result)
-        + _measured(settings, cluster)
-        + _map_gain(placed),
+        headline=plan_headline(outcome, ratio, prediction, user, result)
+        + measured(settings, cluster)
+        + map_gain(placed),
         ratio=ratio,
         rank_map=placed,
         env=environment(layout, cluster),
@@ -368,7 +372,7 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
             if x != layout
         ),
         rejections=result.rejections,
-        assumptions=(*job.assumptions, *cluster.assumptions, *_selection_notes(result, settings)),
+        assumptions=(*job.assumptions, *cluster.assumptions, *selection_notes(result, settings)),
         provenance=_provenance(inputs, settings),
         robust=robust_report(job, cluster, layout, nominal, choice) if choice else None,
     )
@@ -408,61 +412,6 @@ def _free_orders(job: TrainJob) -> tuple[Order, ...]:
     """Return the rank orders that the dialect can write and no pin forbids."""
     allowed = job.bounds.get("order", (job.pins["order"],) if "order" in job.pins else None)
     return tuple(order for order in job.capabilities.orders if allowed is None or order in allowed)
-
-
-def _map_gain(placed: RankMap) -> str:
-    """Return what the host files add to a headline that prices the scheduler's order."""
-    return f"; the rank map saves another {placed.gain:.1%} of the step" if placed.gain > 0 else ""
-
-
-def _measured(settings: PlanSettings, cluster: Cluster) -> str:
-    """Return what the times of a robust plan's headline are."""
-    if settings.robust is None:
-        return ""
-    words = {"worst": "in the worst", "cvar": "in the slowest fifth (CVaR)"}[settings.robust]
-    return f", {words} of {len(cluster.scenarios)} scenarios"
-
-
-def _headline(
-    outcome: Outcome,
-    ratio: tuple[float, float] | None,
-    prediction: Prediction,
-    user: UserSide,
-    result: SearchResult,
-) -> str:
-    text = {
-        "kept": "Your layout is kept",
-        "rewritten": "Rewritten to your pins"
-        if ratio and ratio[1] > 1 - MINIMUM_GAIN
-        else "Rewritten to a faster layout",
-        "repaired": "Repaired: your layout "
-        + ("is illegal" if user.violations else "does not fit in memory"),
-    }[outcome]
-    if outcome == "kept" and ratio is not None and ratio != (1.0, 1.0):
-        text += f": the fastest found takes {_span(ratio)} of its time, not surely {MINIMUM_GAIN:.0%} less"
-    elif outcome == "kept":
-        text += ": the search found nothing faster"
-    elif outcome == "rewritten" and ratio is not None:
-        text += f": {_span(ratio)} of your step time"
-    if result.forced:
-        return f"FORCED, does not fit in memory. {text}"
-    if prediction.band == "TIGHT":
-        return f"TIGHT on memory, out-of-memory is possible. {text}"
-    return text
-
-
-def _span(ratio: tuple[float, float]) -> str:
-    low, high = (f"{share:.1%}" for share in ratio)
-    return low if low == high else f"{low} to {high}"
-
-
-def _selection_notes(result: SearchResult, settings: PlanSettings) -> tuple[str, ...]:
-    notes = ["among layouts within 3 % of the fastest, more memory head-room wins, then fewer changes"]
-    if settings.robust is not None:
-        notes = ["the layout of least measure over the scenarios is taken, near ties are not weighed"]
-    if result.tight:
-        notes.append("no layout within the safe memory band comes within 10 % of the chosen one")
-    return tuple(notes)
 
 
 def _provenance(inputs: _Inputs, settings: PlanSettings) -> dict[str, Any]:

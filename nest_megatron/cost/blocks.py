@@ -13,12 +13,12 @@ from nest_megatron.cluster.groups import GroupShape, group_shape
 from nest_megatron.cost.collectives import CollectiveModel
 from nest_megatron.cost.compute import ComputeModel, PassTime
 from nest_megatron.cost.dispatch import DispatchModel
-from nest_megatron.cost.host import BACKWARD_HOST_FACTOR, host_floor_s
+from nest_megatron.cost.host import BACKWARD_HOST_FACTOR, EXPERT_KINDS, host_floor_s
 from nest_megatron.cost.overlap import HiddenShares
 from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph, Operator
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
-from nest_megatron.specs.layout import BlockChoice
+from nest_megatron.specs.layout import BlockChoice, Recompute
 from nest_megatron.specs.model import BlockKind
 
 #: Recompute module -> prefix of the operators whose forward pass runs again.
@@ -70,6 +70,8 @@ class BlockPricer:
         self.collectives = CollectiveModel(busy)
         self.dispatch = DispatchModel(busy, self.collectives, self.time)
         self._groups: dict[tuple[int, int], GroupShape] = {}
+        self._collectives_s: dict[tuple[str, int, int, int], float] = {}
+        self._shared: dict[tuple[Block, int, int, Recompute, HiddenShares], BlockTime] = {}
 
     def group(self, size: int, stride: int) -> GroupShape:
         """Return the shape of the groups {start + i * stride}; hashing a cluster is slow."""
@@ -86,6 +88,8 @@ class BlockPricer:
     def assume(self, groups: Mapping[tuple[int, int], GroupShape]) -> None:
         """Price with these shapes instead of those of the cluster's own rank order (bounds of rank maps)."""
         self._groups.update(groups)
+        self._collectives_s.clear()
+        self._shared.clear()
 
     def graph(self, graph: LayerGraph, hidden: HiddenShares) -> GraphTime:
         """Return the time of each block of ``graph``; multi-token prediction counts as part of the head."""
@@ -121,6 +125,15 @@ class BlockPricer:
         return self._block(graph.blocks[kind], graph.choice, hidden, host_s=host_s)
 
     def _block(self, block: Block, choice: BlockChoice, hidden: HiddenShares, *, host_s: float) -> BlockTime:
+        """Return the time of ``block``; without experts, graphs that differ in ep and etp share it."""
+        if block.kind in EXPERT_KINDS:
+            return self._price(block, choice, hidden, host_s)
+        key = (block, choice.tp, choice.cp, choice.recompute, hidden)
+        if key not in self._shared:
+            self._shared[key] = self._price(block, choice, hidden, host_s)
+        return self._shared[key]
+
+    def _price(self, block: Block, choice: BlockChoice, hidden: HiddenShares, host_s: float) -> BlockTime:
         compute = self.compute.block(block)
         if hidden.ep > 0 and any(c.axis == "ep" for c in block.collectives):
             # The overlapped exchange takes SMs from the compute beside it.
@@ -168,7 +181,13 @@ class BlockPricer:
             "ep": (choice.ep, choice.etp),
             "etp": (choice.etp, 1),
         }[collective.axis]
-        group = self.group(size, stride)
+        key = (collective.op, collective.num_bytes, size, stride)
+        if key not in self._collectives_s:
+            self._collectives_s[key] = self._exchange_s(collective, self.group(size, stride))
+        return self._collectives_s[key]
+
+    def _exchange_s(self, collective: Collective, group: GroupShape) -> float:
+        """Return the seconds of one collective on a group; routed tokens may travel by another kernel."""
         moe = self.job.model.moe
         if collective.op == "all_to_all" and moe is not None:
             if self.job.kernels.flex_backend and moe.dispatcher == "flex":

@@ -51,7 +51,7 @@ class ComputeModel:
                 factors=[Factor("precision", job.recipe.name, job.origin("precision"))],
                 nearest=[f"precision {name}" for name in accelerator.peak_flops_per_s],
             )
-        # Attention runs in 16 bit beside low-precision GEMMs; a device without such units computes in its own.
+        # Attention runs in 16 bit beside low-precision GEMMs; a device without such units uses its own.
         self.plain_dtype = next(d for d in ("bf16", "fp16", self.dtype) if d in accelerator.peak_flops_per_s)
         self.kernels = job.kernels
         self.time = job.profile.time

@@ -29,7 +29,7 @@ from nest_megatron.cost.sync import (
     shard_size,
     shards_parameters,
 )
-from nest_megatron.graph.templates import layer_graph
+from nest_megatron.graph.templates import LayerGraphs
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import BlockChoice, Layout, Overlap, Recompute
@@ -80,6 +80,7 @@ class CostModel:
         self.job = job
         self.cluster = cluster
         self.pricer = BlockPricer(job, cluster)
+        self._graphs = LayerGraphs(job)
         self._rows: dict[tuple[BlockChoice, bool, bool], int] = {}
         self._built: list[Row] = []
         self.sync = SyncModel(self.pricer)
@@ -96,7 +97,7 @@ class CostModel:
         return self._rows[key]
 
     def _build(self, choice: BlockChoice, overlap: Overlap) -> Row:
-        graph = layer_graph(self.job, choice)
+        graph = self._graphs.graph(choice)
         memory = memory_row(self.job, graph)
         hidden = HiddenShares.of(self.job.profile, overlap)
         return Row(memory, self.pricer.graph(graph, hidden), self._boundary(choice))

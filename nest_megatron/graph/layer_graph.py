@@ -68,9 +68,9 @@ class Collective:
     backward_hidden: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
-    """One block kind: its operators in order, and its collectives."""
+    """One block kind: its operators in order, and its collectives; compared by identity, so prices keep."""
 
     kind: str
     operators: tuple[Operator, ...]

@@ -6,7 +6,7 @@ collectives research/time_model.md section 2 (collective counts traced in resear
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from nest_megatron.graph.attention_template import (
     attention_operators,
@@ -36,12 +36,43 @@ def layer_graph(job: TrainJob, choice: BlockChoice) -> LayerGraph:
 
     Bytes and FLOP are per rank and per micro-batch.
     """
-    sizes = Sizes.of(job, choice)
-    kinds: set[BlockKind] = set(job.model.layer_kinds)
-    blocks = {
-        kind: _block(sizes.on_decoder() if kind == "decoder" else sizes, kind) for kind in sorted(kinds)
-    }
-    return LayerGraph(choice=choice, blocks=blocks, embedding=_embedding(sizes), head=_head(sizes))
+    return LayerGraphs(job).graph(choice)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What choices have in common that differ in ep and etp only: every block without experts."""
+
+    blocks: dict[BlockKind, Block]
+    embedding: Block
+    head: Block
+
+
+class LayerGraphs:
+    """Layer graphs of one job; choices that differ in ep and etp only share their blocks without experts."""
+
+    def __init__(self, job: TrainJob) -> None:
+        self._job = job
+        self._kinds = sorted(job.model.kinds)
+        self._shared: dict[BlockChoice, _Shared] = {}
+
+    def graph(self, choice: BlockChoice) -> LayerGraph:
+        """Return the graph of every block kind of the job's model under ``choice``."""
+        shared = self._without_experts(replace(choice, ep=1, etp=1))
+        sizes = Sizes.of(self._job, choice)
+        blocks = {kind: shared.blocks.get(kind) or _block(sizes, kind) for kind in self._kinds}
+        return LayerGraph(choice=choice, blocks=blocks, embedding=shared.embedding, head=shared.head)
+
+    def _without_experts(self, choice: BlockChoice) -> _Shared:
+        if choice not in self._shared:
+            sizes = Sizes.of(self._job, choice)
+            blocks = {
+                kind: _block(sizes.on_decoder() if kind == "decoder" else sizes, kind)
+                for kind in self._kinds
+                if "experts" not in _MIXERS[kind]
+            }
+            self._shared[choice] = _Shared(blocks, _embedding(sizes), _head(sizes))
+        return self._shared[choice]
 
 
 #: Block kind -> the mixers of one layer, each behind its own norm and residual.

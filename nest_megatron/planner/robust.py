@@ -36,7 +36,9 @@ Float64 = npt.NDArray[np.float64]
 #: CVaR is the mean step time of the slowest scenarios that hold this share of the weight (CVaR at 80 %).
 TAIL = 0.2
 #: Candidates solved under every scenario before the search answers with its gap.
-BUDGET = 2000
+BUDGET = 20_000
+#: Simulated splits of one free split under one scenario; what is left unfinished bounds the rest.
+LEAVES = 200
 #: Times closer than this share are equal: the order of additions decides the last digits.
 ROUNDING = 1e-12
 
@@ -79,16 +81,18 @@ def measure_of(times_s: Float64, measure: RobustMeasure) -> Float64:
     1/K, that together hold ``TAIL`` of it; the last of them counts with the part that is left (Rockafellar
     and Uryasev 2000).  With at most 1 / ``TAIL`` scenarios that is the worst one.
     """
-    count = len(times_s)
-    held = (
-        np.minimum(np.arange(count + 1) / count, TAIL)
-        if measure == "cvar"
-        else np.minimum(np.arange(count + 1), 1.0)
-    )
-    weights = np.diff(held) / held[-1]
-    counted = int((weights > 0).sum())
-    slowest = np.sort(times_s, axis=0)[::-1][:counted]
-    return np.asarray(np.tensordot(weights[:counted], slowest, axes=1))
+    weights = _weights(len(times_s), measure)
+    slowest = np.sort(times_s, axis=0)[::-1][: len(weights)]
+    return np.asarray(np.tensordot(weights, slowest, axes=1))
+
+
+def _weights(count: int, measure: RobustMeasure) -> Float64:
+    """Return the weights of the slowest of ``count`` scenarios, slowest first; they sum to one."""
+    if measure == "worst":
+        return np.ones(1)
+    held = np.minimum(np.arange(count + 1) / count, TAIL)
+    weights = np.diff(held) / TAIL
+    return weights[weights > 0]
 
 
 class ScenarioPricer:
@@ -122,6 +126,20 @@ class ScenarioPricer:
     def values_s(self, layouts: Sequence[Layout]) -> Float64:
         """Return (L) the measure of each layout."""
         return measure_of(self.times_s(layouts), self.measure)
+
+    def cutoff_s(self, best_s: float, others_s: Float64) -> float:
+        """Return the solver's seconds of one scenario above which the measure exceeds ``best_s``.
+
+        Args:
+            others_s: (K - 1) the solver's seconds of the other scenarios, or lower bounds of them.
+        """
+        weights = _weights(len(self.scenarios), self.measure)
+        slowest = np.sort(others_s)[::-1]
+        # Step time = slope * solver's seconds + offset.
+        offset, high = (self._factor * float(self.evaluators[0].cost.step_time_s(x)) for x in (0.0, 1.0))
+        left = (best_s - offset) / (high - offset) - float(weights[1:] @ slowest[: len(weights) - 1])
+        # Below the slowest of the others it would not have the first weight.
+        return float(max([left / float(weights[0]), *slowest[:1].tolist()]))
 
     def bound_s(self, solver_s: Float64) -> Float64:
         """Return the measure of (K, ...) seconds of the solver, as step times.
@@ -299,13 +317,16 @@ class _Search:
         rows = [_row(table, int(part.node[i])) for table in tables]
         times_s, layouts = quick_s.copy(), []
         for k in np.argsort(-quick_s, kind="stable"):
-            found = best_first(candidate_problem(self.job, rows[k], one), self.limit_bytes)
+            cutoff_s = self.pricer.cutoff_s(self.best_s, np.delete(times_s, k))
+            problem = candidate_problem(self.job, rows[k], one)
+            found = best_first(problem, self.limit_bytes, cutoff_s=cutoff_s, leaves=LEAVES)
             self.evaluated += found.evaluated
             if not math.isfinite(found.time_s[0]):
                 return
-            times_s[k] = found.lower_bound_s
+            # Splits whose bound is above the cut-off were left out.
+            times_s[k] = min(found.lower_bound_s, cutoff_s)
             layouts.append(one.layout(0, sizes=found.sizes[0], num_recompute=int(found.num_recompute[0])))
-            if self.pricer.bound_s(times_s) >= self.best_s:
+            if self.pricer.bound_s(times_s) >= self.best_s * (1.0 - ROUNDING):
                 return
         self.offer(layouts)
         # Scenarios that disagree about the split leave a gap: no layout may have all these times at once.

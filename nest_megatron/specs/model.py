@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 #: ``dense`` and ``moe`` are whole layers of a decoder-only model, ``encoder`` and ``decoder`` those of an
@@ -158,20 +159,31 @@ class ModelSpec:
         """Block kind of each layer, in model order."""
         if self.hybrid_layers:
             return self.hybrid_layers
-        if self.decoder is not None:
-            stacks: tuple[BlockKind, BlockKind] = ("encoder", "decoder")
-            encoders = self.num_layers - self.decoder.num_layers
-            return tuple(stacks[layer >= encoders] for layer in range(self.num_layers))
-        kinds: tuple[BlockKind, BlockKind] = ("dense", "moe")
-        pattern = (0,) * self.num_layers if self.moe is None else self.moe.layer_pattern
-        return tuple(kinds[bool(flag)] for flag in pattern)
+        pattern = () if self.moe is None else self.moe.layer_pattern
+        decoders = 0 if self.decoder is None else self.decoder.num_layers
+        return _layer_kinds(self.num_layers, decoders, pattern)
 
     @property
     def kinds(self) -> tuple[BlockKind, ...]:
         """The distinct block kinds, in order of first appearance: the solver's kind slots."""
-        return tuple(dict.fromkeys(self.layer_kinds))
+        return _distinct(self.layer_kinds)
 
     def padded_vocab_size(self, tp: int) -> int:
         """Return the vocabulary rounded up to ``make_vocab_size_divisible_by * tp`` (memory_model.md 2.1)."""
         multiple = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // multiple) * multiple
+
+
+@lru_cache(maxsize=256)
+def _layer_kinds(num_layers: int, decoders: int, pattern: tuple[int, ...]) -> tuple[BlockKind, ...]:
+    """Return the kind of each layer; the last ``decoders`` layers are an encoder-decoder's second stack."""
+    if decoders:
+        stacks: tuple[BlockKind, BlockKind] = ("encoder", "decoder")
+        return stacks[:1] * (num_layers - decoders) + stacks[1:] * decoders
+    kinds: tuple[BlockKind, BlockKind] = ("dense", "moe")
+    return tuple(kinds[bool(flag)] for flag in pattern or (0,) * num_layers)
+
+
+@lru_cache(maxsize=256)
+def _distinct(layers: tuple[BlockKind, ...]) -> tuple[BlockKind, ...]:
+    return tuple(dict.fromkeys(layers))

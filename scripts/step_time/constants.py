@@ -16,8 +16,8 @@ from nest_megatron.dialects.profiles import CONF, load_profile, step_constants
 from nest_megatron.specs.cluster import Accelerator, Cluster
 from nest_megatron.specs.job import FrameworkProfile, TrainJob
 
-#: Accelerators of one class share fitted efficiencies; a file may hold a fixed multiple of them: the power limit of
-#: B300 and GB300 is 1,400 W against 1,200 W of GB200.
+#: Accelerators of one generation share fitted efficiencies; a file may hold a fixed multiple: the power
+#: limit of B300 and GB300 is 1,400 W against 1,200 W of GB200.
 _FACTOR_OF_FILE = {"b300-sxm-288gb": 1.18, "gb300-288gb": 1.18}
 _BOOSTED = ("gemm_efficiency", "attention_efficiency")
 _SCALE = {"_us": 1e-6, "_ms": 1e-3}

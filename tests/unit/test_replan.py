@@ -178,7 +178,7 @@ def test_another_jobs_configuration_is_refused(
     [
         (lambda plain: plain["provenance"].pop("request"), "NEST-R04"),
         (lambda plain: plain["provenance"].update(source="gone.yaml"), "NEST-R04"),
-        (lambda plain: plain["provenance"]["request"]["settings"].update(cluser="x"), "NEST-I02"),
+        (lambda plain: plain["provenance"]["request"]["settings"].update(clustre="x"), "NEST-I02"),
         (lambda plain: plain.pop("layout"), "NEST-I02"),
         (lambda plain: plain.update(schema=9), "NEST-I03"),
     ],
