@@ -1,9 +1,9 @@
 """Fit the constants of the step-time model on measured records, and report how they generalise.
 
-    python scripts/fit_step_time.py RECORDS.json fit [--write]      fitted values, error before and after
-    python scripts/fit_step_time.py RECORDS.json leave-out family   every family predicted without itself
-    python scripts/fit_step_time.py RECORDS.json leave-out release|model [--subset SUBSETS.json:moe]
-    python scripts/fit_step_time.py RECORDS.json ablate             what each term is worth
+    python -m scripts.fit_step_time RECORDS.json fit [--write]      fitted values, error before and after
+    python -m scripts.fit_step_time RECORDS.json leave-out family   every family predicted without itself
+    python -m scripts.fit_step_time RECORDS.json leave-out release|model [--subset SUBSETS.json:moe]
+    python -m scripts.fit_step_time RECORDS.json ablate             what each term is worth
 
 Gauss-Newton on log(predicted / measured) with Huber weights, a log-normal prior on every constant
 (``conf/validation/step_time_fit.yaml``: centre from counting or an independent table, width sigma), and the
@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("command", choices=("fit", "leave-out", "ablate"))
     parser.add_argument("by", nargs="?", default="family", choices=("family", "release", "model"))
     parser.add_argument("--subset", help="FILE:NAME, keep these records only")
+    parser.add_argument("--out", type=Path, help="file of the left-out predictions, for the scoring script")
     parser.add_argument("--write", action="store_true", help="write fitted values into conf/")
     parser.add_argument("--iterations", type=int, default=ITERATIONS)
     options = parser.parse_args()
@@ -77,7 +78,8 @@ def _leave_out(problem: Problem, options: argparse.Namespace) -> None:
         print(f"  {name:34s} {summarise(every[left_out])}")
         sys.stdout.flush()
     print("all:", summarise(every[np.isfinite(every)]))
-    Path(f"leave-out-{options.by}.json").write_text(json.dumps(problem.predictions(every), indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(problem.predictions(every), indent=1))
 
 
 if __name__ == "__main__":
