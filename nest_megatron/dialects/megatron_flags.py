@@ -198,7 +198,7 @@ _ROWS: tuple[tuple[str, Kind, object, str], ...] = (
     ("enable-cuda-graph", "on", False, "kernels"),
     ("external-cuda-graph", "on", False, "kernels"),
     ("cuda-graph-impl", "str", "none", "kernels"),
-    ("cuda-graph-scope", "str*", None, "kernels"),
+    ("cuda-graph-scope", "str*", "full", "kernels"),
     ("use-transformer-engine-op-fuser", "on", False, "kernels"),
     ("fp8-dot-product-attention", "on", False, "kernels"),
     ("deterministic-mode", "on", False, "note"),
