@@ -43,3 +43,11 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert stripped == path.read_text(encoding="utf-8")
 
     return compare
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path of an empty calibration store of this test."""
+    path = tmp_path / "calibration.json"
+    monkeypatch.setenv("NEST_CALIBRATION", str(path))
+    return path

@@ -68,7 +68,7 @@ class BlockPricer:
         self.compute = ComputeModel(cluster.accelerator, job)
         busy = beside_compute(cluster, cluster.accelerator.busy_link_share)
         self.collectives = CollectiveModel(busy)
-        self.dispatch = DispatchModel(busy, self.collectives, self.time)
+        self.dispatch = DispatchModel(busy, self.time)
         self._groups: dict[tuple[int, int], GroupShape] = {}
         self._collectives_s: dict[tuple[str, int, int, int], float] = {}
         self._shared: dict[tuple[Block, int, int, Recompute, HiddenShares], BlockTime] = {}
@@ -189,10 +189,9 @@ class BlockPricer:
     def _exchange_s(self, collective: Collective, group: GroupShape) -> float:
         """Return the seconds of one collective on a group; routed tokens may travel by another kernel."""
         moe = self.job.model.moe
-        if collective.op == "all_to_all" and moe is not None:
-            if self.job.kernels.flex_backend and moe.dispatcher == "flex":
-                return self.dispatch.flex_s(collective.num_bytes / moe.top_k, moe, group)
-            return self.dispatch.all_to_all_s(collective.num_bytes, group)
+        flex = moe is not None and moe.dispatcher == "flex" and self.job.kernels.flex_backend
+        if moe is not None and flex and collective.op == "all_to_all":
+            return self.dispatch.flex_s(collective.num_bytes / moe.top_k, moe, group)
         return self.collectives.time_s(collective.op, collective.num_bytes, group)
 
     def _tensor(

@@ -1,4 +1,4 @@
-"""Seconds of one expert dispatch or combine: all-to-all, or one copy per destination (DeepEP, HybridEP).
+"""Seconds of one expert dispatch or combine by one copy per destination (DeepEP, HybridEP).
 
 Source of every formula: research/moe.md section 3, item 1.
 """
@@ -6,23 +6,17 @@ Source of every formula: research/moe.md section 3, item 1.
 from __future__ import annotations
 
 from nest_megatron.cluster.groups import GroupShape
-from nest_megatron.cost.collectives import CollectiveModel
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.constants import StepConstants
 from nest_megatron.specs.model import MoESpec
 
 
 class DispatchModel:
-    """Prices the token exchange of an MoE layer on one cluster."""
+    """Prices the flex dispatcher's token exchange on one cluster; all-to-all is an ordinary collective."""
 
-    def __init__(self, cluster: Cluster, collectives: CollectiveModel, time: StepConstants) -> None:
+    def __init__(self, cluster: Cluster, time: StepConstants) -> None:
         self._levels = cluster.levels
-        self._collectives = collectives
         self._time = time
-
-    def all_to_all_s(self, routed_bytes: float, group: GroupShape) -> float:
-        """Return seconds when every token travels once per expert; ``routed_bytes`` leave each rank."""
-        return self._collectives.time_s("all_to_all", routed_bytes, group)
 
     def flex_s(self, token_bytes: float, moe: MoESpec, group: GroupShape) -> float:
         """Return seconds when a token travels once per destination domain and fans out inside it.

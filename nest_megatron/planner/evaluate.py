@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -66,8 +67,12 @@ class Evaluator:
     def __init__(self, job: TrainJob, cluster: Cluster) -> None:
         self.job, self.cluster = job, cluster
         self.cost = CostModel(job, cluster)
-        self._model_flops = model_flops(job)
         self._factor = 1.0 if job.step_scale is None else job.step_scale.factor
+
+    @cached_property
+    def _model_flops(self) -> int:
+        """FLOP of one step; only full predictions need them, comparisons of step times do not."""
+        return model_flops(self.job)
 
     def step_times_s(self, layouts: Sequence[Layout]) -> list[float]:
         """Return the simulated step time of each layout, seconds."""

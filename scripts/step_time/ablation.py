@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from nest_megatron.planner.evaluate import Evaluator
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import Layout, Overlap, Recompute
-from scripts.step_time.problem import MeasuredRow, predicted_step_s
+from nest_megatron.validation.ranking import mean_regret, pair_order, ranking
+from scripts.step_time.problem import MeasuredRow
 
 #: A rate so high that what it prices is free.
 FREE = 1e6
-#: Measured differences below this are ties.
-NOISE = 0.03
 Case = tuple[TrainJob, Cluster, Layout]
 Change = Callable[[TrainJob, Cluster, Layout], Case]
 
@@ -130,38 +129,22 @@ def ablate(rows: Sequence[MeasuredRow]) -> None:
 
 
 def _line(name: str, rows: Sequence[MeasuredRow], change: Change, base: Any) -> Any:
-    predicted = np.array(
-        [predicted_step_s(*change(row.built.job, row.built.cluster, row.built.layout)) for row in rows]
-    )
+    predicted = np.array([_step_s(row, change) for row in rows])
     measured = np.array([row.measured_s for row in rows])
     errors = 100 * np.abs(predicted / measured - 1)
     moe = np.array([row.built.job.model.moe is not None for row in rows])
     changed = len(rows) if base is None else int((np.abs(predicted / base - 1) > 1e-4).sum())
-    order, regret = _ranking(rows, predicted, measured)
+    pairs = zip(rows, predicted.tolist(), strict=True)
+    sweeps = ranking([(row.record, {"step_time_s": seconds}) for row, seconds in pairs]).sweeps
     print(
-        f"{name:48s} {changed:5d} {errors.mean():6.2f} {errors[moe].mean():6.2f} {order:6.3f} {regret:6.2f}",
+        f"{name:48s} {changed:5d} {errors.mean():6.2f} {errors[moe].mean():6.2f} "
+        f"{pair_order(sweeps):6.3f} {mean_regret(sweeps):6.2f}",
         flush=True,
     )
     return predicted if base is None else base
 
 
-def _ranking(rows: Sequence[MeasuredRow], predicted: Any, measured: Any) -> tuple[float, float]:
-    """Return pairwise order and mean regret (percent) over the layout sweeps."""
-    sweeps: dict[str, list[int]] = {}
-    for i, row in enumerate(rows):
-        if row.record.get("group_kind") == "layout-sweep":
-            sweeps.setdefault(str(row.record["group"]), []).append(i)
-    right = pairs = 0.0
-    regrets = []
-    for members in sweeps.values():
-        if len(members) < 2:
-            continue
-        best = min(measured[members])
-        chosen = [measured[i] for i in members if predicted[i] == min(predicted[members])]
-        regrets.append(100 * (float(np.mean(chosen)) / best - 1))
-        for i, j in itertools.combinations(members, 2):
-            if abs(measured[i] / measured[j] - 1) > NOISE:
-                pairs += 1
-                agree = (predicted[i] < predicted[j]) == (measured[i] < measured[j])
-                right += 0.5 if predicted[i] == predicted[j] else float(agree)
-    return right / pairs, float(np.mean(regrets))
+def _step_s(row: MeasuredRow, change: Change) -> float:
+    """Return the predicted step seconds of ``row`` under ``change``."""
+    job, cluster, layout = change(row.built.job, row.built.cluster, row.built.layout)
+    return Evaluator(job, cluster).step_times_s([layout])[0]

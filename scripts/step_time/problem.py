@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cython_dp import bounds, step_time
-from nest_megatron.cost.tables import CostModel
 from nest_megatron.errors import NestError
-from nest_megatron.planner.evaluate import problem_of
+from nest_megatron.planner.evaluate import Evaluator
 from nest_megatron.validation.metrics import is_timed, measured_step_s
 from nest_megatron.validation.record_layout import NotComputable
 from nest_megatron.validation.records import Built, build
@@ -94,7 +92,7 @@ class Problem:
 
     def _error(self, row: MeasuredRow, values: Vector) -> float:
         job, cluster = replaced(row.built.job, row.built.cluster, self.constants, values.tolist())
-        return float(np.log(predicted_step_s(job, cluster, row.built.layout) / row.measured_s))
+        return float(np.log(Evaluator(job, cluster).step_times_s([row.built.layout])[0] / row.measured_s))
 
     def _may_affect(self, constant: Constant) -> Mask:
         """Return the rows whose accelerator or stack has ``constant`` at all."""
@@ -173,11 +171,3 @@ class Problem:
             if np.isfinite(error)
         ]
         return {"records": found}
-
-
-def predicted_step_s(job: Any, cluster: Any, layout: Any) -> float:
-    """Return the simulated step time of one layout, without its memory prediction."""
-    cost = CostModel(job, cluster)
-    problem = problem_of(job, cost.tables([layout]), [layout])
-    _, extra_s, *_ = bounds(problem)
-    return float(cost.step_time_s(step_time(problem, 0, float(extra_s[0]))))

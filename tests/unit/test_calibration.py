@@ -25,48 +25,13 @@ from nest_megatron.pipeline import plan_config
 from nest_megatron.specs.settings import PlanSettings
 from nest_megatron.units import GIB
 from tests.builders import make_job
+from tests.published_runs import PUBLIC_B200
 
-#: Llama-3-70B cut to 12 layers on 8 B200: 66.55 GiB allocated (SimuMax, public case
-#: llama3_70b_l12_tp1_pp2_dp4).
-RUN = {
-    "id": "public-b200",
-    "family": "simumax",
-    "accelerator": "B200-SXM",
-    "num_gpus": 8,
-    "gpus_per_node": 8,
-    "framework": "Megatron-LM 23e00ed, TE 2.11.0",
-    "precision": "bf16",
-    "model": {
-        "name": "llama3_70b",
-        "layers": 12,
-        "hidden": 8192,
-        "heads": 64,
-        "kv_heads": 8,
-        "ffn": 28672,
-        "vocab": 128256,
-    },
-    "seq_len": 4096,
-    "global_batch": 16,
-    "micro_batch": 1,
-    "tp": 1,
-    "pp": 2,
-    "vpp": 1,
-    "dp": 4,
-    "cp": 1,
-    "zero": "zero-1",
-    "recompute": {"mode": "none"},
-    "notes": "case llama3_70b_l12_tp1_pp2_dp4_mbc4_cef",
+#: The public SimuMax run by its memory: 66.55 GiB allocated.
+RUN = PUBLIC_B200 | {
     "measured": {"peak_mem_gb": 66.55, "mem_scope": "max allocated over ranks"},
     "peak_reserved_bytes": round(70.88 * GIB),
 }
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty store of this test."""
-    path = tmp_path / "calibration.json"
-    monkeypatch.setenv("NEST_CALIBRATION", str(path))
-    return path
 
 
 def write(folder: Path, record: dict[str, object]) -> Path:

@@ -18,38 +18,10 @@ from nest_megatron.errors import BadInputError
 from nest_megatron.pipeline import plan_config
 from nest_megatron.planner.evaluate import Evaluator
 from nest_megatron.specs.settings import PlanSettings
+from tests.published_runs import PUBLIC_B200
 
-#: Llama-3 70B cut to 12 layers on 8 B200 (SimuMax, public case llama3_70b_l12_tp1_pp2_dp4).
-DENSE: dict[str, Any] = {
-    "id": "public-b200",
-    "family": "simumax",
-    "accelerator": "B200-SXM",
-    "num_gpus": 8,
-    "gpus_per_node": 8,
-    "framework": "Megatron-LM 23e00ed, TE 2.11.0",
-    "precision": "bf16",
-    "model": {
-        "name": "llama3_70b",
-        "layers": 12,
-        "hidden": 8192,
-        "heads": 64,
-        "kv_heads": 8,
-        "ffn": 28672,
-        "vocab": 128256,
-    },
-    "seq_len": 4096,
-    "global_batch": 16,
-    "micro_batch": 1,
-    "tp": 1,
-    "pp": 2,
-    "vpp": 1,
-    "dp": 4,
-    "cp": 1,
-    "zero": "zero-1",
-    "recompute": {"mode": "none"},
-    "notes": "case llama3_70b_l12_tp1_pp2_dp4_mbc4_cef",
-    "measured": {"step_time_s": 0.843},
-}
+#: The public SimuMax run by its step time.
+DENSE: dict[str, Any] = PUBLIC_B200 | {"measured": {"step_time_s": 0.843}}
 
 #: Qwen3-30B-A3B on 64 H100 over EFA (public AWS runs), micro-batches 1 and 4.
 EXPERTS: dict[str, Any] = {
@@ -89,12 +61,7 @@ EXPERTS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty store of this test."""
-    path = tmp_path / "calibration.json"
-    monkeypatch.setenv("NEST_CALIBRATION", str(path))
-    return path
+pytestmark = pytest.mark.usefixtures("store")
 
 
 def write(folder: Path, record: dict[str, Any], **changes: Any) -> Path:

@@ -44,7 +44,7 @@ def test_copies_of_a_token_equal_the_mean_over_every_choice_of_experts(domains: 
     time = dataclasses.replace(
         pricer.time, dispatch_start_s=0.0, flex_domain_share=1e9, flex_network_share=1.0
     )
-    model = DispatchModel(cluster, pricer.collectives, time)
+    model = DispatchModel(cluster, time)
     moe = MoESpec(num_experts=64, top_k=top_k, ffn_hidden_size=1, layer_pattern=(1,))
     group = group_shape(cluster, 8 * domains, 1)
     choices = list(itertools.product(range(domains), repeat=top_k))
