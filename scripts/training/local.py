@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nest_megatron.errors import EXIT_NO_PLAN, NestError
@@ -30,7 +32,8 @@ def run_ranks(task: Callable[[int, str], T], num_ranks: int, *, timeout_s: float
         timeout_s: seconds without a result of any rank after which all are ended.
 
     Raises:
-        RankFailure: a rank raised, died, or said nothing for too long; the other ranks are ended.
+        RankFailure: a rank raised, died (the message has its last stacks), or said nothing for too long; the
+            other ranks are ended.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="nest-ranks-") as folder:
@@ -38,12 +41,13 @@ def run_ranks(task: Callable[[int, str], T], num_ranks: int, *, timeout_s: float
         channels: dict[Connection, tuple[int, Any]] = {}
         for rank in range(num_ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(task, rank, store, theirs), daemon=True)
+            arguments = (task, rank, store, theirs, _stacks(folder, rank))
+            process = context.Process(target=_child, args=arguments, daemon=True)
             process.start()
             theirs.close()
             channels[ours] = (rank, process)
         try:
-            return _collect(channels, timeout_s)
+            return _collect(channels, Path(folder), timeout_s)
         finally:
             for _, process in channels.values():
                 if process.is_alive():
@@ -51,7 +55,13 @@ def run_ranks(task: Callable[[int, str], T], num_ranks: int, *, timeout_s: float
                 process.join()
 
 
-def _child(task: Callable[[int, str], T], rank: int, store: str, channel: Connection) -> None:
+def _stacks(folder: str | Path, rank: int) -> Path:
+    """Return where a rank that the system ends leaves its stacks."""
+    return Path(folder) / f"stacks.{rank}"
+
+
+def _child(task: Callable[[int, str], T], rank: int, store: str, channel: Connection, stacks: Path) -> None:
+    faulthandler.enable(stacks.open("w"))
     try:
         channel.send((True, task(rank, store)))
     except NestError as error:
@@ -62,7 +72,7 @@ def _child(task: Callable[[int, str], T], rank: int, store: str, channel: Connec
     os._exit(0)  # skip the parent's exit handlers, which the child inherited
 
 
-def _collect(channels: dict[Connection, tuple[int, Any]], timeout_s: float) -> list[Any]:
+def _collect(channels: dict[Connection, tuple[int, Any]], folder: Path, timeout_s: float) -> list[Any]:
     results: dict[int, Any] = {}
     open_channels = dict(channels)
     while open_channels:
@@ -77,7 +87,9 @@ def _collect(channels: dict[Connection, tuple[int, Any]], timeout_s: float) -> l
                 good, value = channel.recv()
             except EOFError:
                 process.join()
-                raise RankFailure("NEST-T02", f"rank {rank} died, exit code {process.exitcode}") from None
+                message = f"rank {rank} died, exit code {process.exitcode}"
+                stacks = _stacks(folder, rank).read_text()
+                raise RankFailure("NEST-T02", f"{message}\n{stacks}".strip()) from None
             if not good:
                 failure = RankFailure(value[0], f"rank {rank}: {value[1]}")
                 failure.exit_code = EXIT_NO_PLAN

@@ -103,6 +103,8 @@ def train_rank(
             steps.append(step)
             if on_step is not None:
                 on_step(step)
+        # A rank that closes its sockets early ends others that still wait on theirs.
+        torch.distributed.barrier()
         return Outcome(
             rank=rank,
             groups=groups,
