@@ -60,7 +60,47 @@ cdef float64_t extra_floor(Problem problem, int node) noexcept nogil:
     return total / problem.node_pp[node] * BOUND_SAFETY
 
 
-cdef float64_t quick_time(Problem problem, Py_ssize_t i) noexcept nogil:
+cdef int64_t fewest_with_room(Problem problem, Py_ssize_t i, int64_t limit_bytes) noexcept nogil:
+    cdef int64_t low = 1, high = problem.num_layers, middle
+    while low < high:
+        middle = (low + high) // 2
+        if has_room(problem, i, limit_bytes, middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+cdef float64_t least_recomputed_seconds(Problem problem, Py_ssize_t i, int64_t limit_bytes) noexcept nogil:
+    # The layers that have no room without recomputation, the cheapest ones.
+    cdef const float64_t[::1] times = problem.node_times[problem.node[i]]
+    cdef int64_t count = problem.num_recompute[i], plain, layers
+    cdef int[NUM_KINDS] kinds
+    cdef int k, place
+    cdef float64_t total = 0.0
+    if problem.mode[i] != BLOCK:
+        return 0.0
+    if count == 0:
+        count = fewest_with_room(problem, i, limit_bytes)
+    room(problem, i, limit_bytes, count, &plain)
+    count = problem.num_layers - plain
+    for k in range(NUM_KINDS):
+        place = k
+        while place > 0 and times[AGAIN + k] < times[AGAIN + kinds[place - 1]]:
+            kinds[place] = kinds[place - 1]
+            place -= 1
+        kinds[place] = k
+    for k in range(NUM_KINDS):
+        layers = problem.prefix[kinds[k], problem.num_layers]
+        if count < layers:
+            layers = count
+        if layers > 0:
+            total += layers * times[AGAIN + kinds[k]]
+            count -= layers
+    return total
+
+
+cdef float64_t quick_time(Problem problem, Py_ssize_t i, int64_t limit_bytes) noexcept nogil:
     cdef int node = problem.node[i], p = problem.node_pp[node], v = problem.vpp[i], m = problem.node_m[node]
     cdef const float64_t[::1] times = problem.node_times[node]
     cdef float64_t f = times[F_FIRST] + times[F_LAST], b = times[B_FIRST] + times[B_LAST]
@@ -77,6 +117,7 @@ cdef float64_t quick_time(Problem problem, Py_ssize_t i) noexcept nogil:
             f = f + count * layer_f
             b = b + count * layer_b
             least = fmin(least, layer_f + layer_b)
+    b = b + least_recomputed_seconds(problem, i, limit_bytes)
     hop = hop_seconds(times, p, v)
     if v == 1:
         seconds = f + b + (m - 1) * ((f + b) if m > p else fmax(f, b)) / p + 2 * hop * (p - 1)
@@ -88,17 +129,26 @@ cdef float64_t quick_time(Problem problem, Py_ssize_t i) noexcept nogil:
 
 
 cdef bint has_room(Problem problem, Py_ssize_t i, int64_t limit_bytes, int64_t count) noexcept nogil:
+    cdef int64_t plain
+    return room(problem, i, limit_bytes, count, &plain) >= problem.num_layers
+
+
+cdef int64_t room(
+    Problem problem, Py_ssize_t i, int64_t limit_bytes, int64_t count, int64_t* plain_layers
+) noexcept nogil:
     # `count`: recomputed layers of each chunk in block mode.
     cdef int node = problem.node[i], p = problem.node_pp[node], v = problem.vpp[i], m = problem.node_m[node]
     cdef int group = problem.group[i], mode = problem.mode[i], rank, chunk, phase, k
     cdef int64_t held = 0, most, fixed, plain, again, saved, unit, alive, alive_first, alive_last, layers
-    count = count * v if mode == BLOCK else 0
+    cdef int64_t each = count if mode == BLOCK else 0, unstored
+    count = each * v
+    plain_layers[0] = 0
     for rank in range(p):
         alive = 0
         for chunk in range(v):
             alive += alive_forwards(p, v, m, group, rank, chunk)
         alive_last = alive_forwards(p, v, m, group, rank, v - 1)
-        most = problem.num_layers
+        most = unstored = problem.num_layers
         for phase in range(problem.num_phases):
             fixed = problem.node_memory[node, phase, ONE]
             fixed += alive * problem.node_memory[node, phase, LIVE_CHUNKS]
@@ -109,7 +159,7 @@ cdef bint has_room(Problem problem, Py_ssize_t i, int64_t limit_bytes, int64_t c
             if rank == p - 1:
                 fixed += problem.node_memory[node, phase, LAST]
             if fixed > limit_bytes:
-                return False
+                return -1
             plain = again = -1
             for k in range(NUM_KINDS):
                 if problem.prefix[k, problem.num_layers] == 0:
@@ -136,5 +186,13 @@ cdef bint has_room(Problem problem, Py_ssize_t i, int64_t limit_bytes, int64_t c
                 layers = most
             if layers < most:
                 most = layers
+            # A chunk that keeps a layer recomputes `each` others.
+            if plain > 0 and limit_bytes - fixed < each * again:
+                unstored = 0
+            elif plain > 0 and (limit_bytes - fixed - each * again) // plain < unstored:
+                unstored = (limit_bytes - fixed - each * again) // plain
         held += most
-    return held >= problem.num_layers
+        plain_layers[0] += unstored
+    if plain_layers[0] > problem.num_layers:
+        plain_layers[0] = problem.num_layers
+    return held

@@ -28,7 +28,7 @@ from cython_dp.problem cimport (
     rank_features,
     time_of,
 )
-from cython_dp.quick cimport extra_floor, has_room, quick_time
+from cython_dp.quick cimport extra_floor, fewest_with_room, has_room, quick_time
 from cython_dp.schedule cimport NUM_KINDS
 from cython_dp.split cimport (
     FreeSplit,
@@ -77,7 +77,7 @@ def quick_bounds(Problem problem, int64_t limit_bytes):
         for i in range(count):
             if problem.free[i] or problem.choice_count[i] != 1:
                 if has_room(problem, i, limit_bytes, problem.num_recompute[i] or problem.num_layers):
-                    view[i] = quick_time(problem, i)
+                    view[i] = quick_time(problem, i, limit_bytes)
             elif listed(problem, scratch, i, 0, limit_bytes, np_inf, &found, &num_recompute):
                 view[i] = found.bound_s
     return quick_s
@@ -109,7 +109,7 @@ cdef class _Search:
     ):
         cdef Py_ssize_t count = problem.node.shape[0]
         cdef int p = problem.max_chunks, width = problem.num_layers + 1
-        cdef size_t floats = 2 * width, ints = 2 * p * width + width + 1 + 6 * p, chars = (p + 1) * width
+        cdef size_t floats = 5 * width, ints = 2 * p * width + width + 1 + 6 * p, chars = (p + 1) * width
         cdef float64_t* floating
         cdef int32_t* integers
         self.problem = problem
@@ -120,6 +120,10 @@ cdef class _Search:
         floating = <float64_t*>self.owned
         self.split.forward_s = floating
         self.split.backward_s = floating + width
+        self.split.again_before = floating + 2 * width
+        self.split.spread_before = floating + 3 * width
+        self.split.spread_after = floating + 4 * width
+        self.split.prefix = &problem.prefix[0, 0]
         integers = <int32_t*>(floating + floats)
         self.split.reach = integers
         self.split.farthest = integers + p * width
@@ -151,6 +155,9 @@ cdef class _Search:
 
     cdef inline float64_t keep_s(self) noexcept:
         return fmin(self.best_s * (1.0 + self.slack), self.cutoff_s)
+
+    cdef inline float64_t beat_s(self) noexcept:
+        return fmin(self.best_s, self.cutoff_s)
 
     cdef int simulate(
         self, Py_ssize_t i, int num_recompute, const int32_t* sizes, float64_t extra_s
@@ -195,17 +202,11 @@ cdef class _Search:
     cdef int visit_counts(self, Py_ssize_t i) except -1:
         # Every number of recomputed layers that may be fastest: from the fewest that fit, while one can.
         cdef Problem problem = self.problem
-        cdef int low = 1, high = problem.num_layers, middle, count
+        cdef int low, high = problem.num_layers, middle, count
         if problem.mode[i] != BLOCK or problem.num_recompute[i]:
             return self.visit_free(i, problem.num_recompute[i])
         # The fewest by the cheap test; a split without any memory limit must keep the time with as many.
-        while low < high:
-            middle = (low + high) // 2
-            if has_room(problem, i, self.limit_bytes, middle):
-                high = middle
-            else:
-                low = middle + 1
-        high = problem.num_layers
+        low = fewest_with_room(problem, i, self.limit_bytes)
         if not self.in_time(i, low) or not self.fits(i, high):
             return 0
         while low < high:
@@ -239,7 +240,7 @@ cdef class _Search:
 
     cdef void fill_times(self, Py_ssize_t i, int num_recompute) noexcept:
         cdef Problem problem = self.problem
-        cdef int node = problem.node[i], x, k
+        cdef int node = problem.node[i], x, k, place
         cdef const float64_t[::1] times = problem.node_times[node]
         cdef bint uniform = problem.mode[i] == UNIFORM, blocks = problem.mode[i] == BLOCK
         cdef float64_t f, b, again
@@ -255,12 +256,23 @@ cdef class _Search:
         self.split.hop_s = hop_seconds(times, self.split.p, 1)
         self.split.again_s = np_inf if blocks else 0.0
         for k in range(NUM_KINDS):
+            self.split.kind_again_s[k] = times[AGAIN + k]
+            place = k
+            while place > 0 and times[AGAIN + k] < times[AGAIN + self.split.kinds[place - 1]]:
+                self.split.kinds[place] = self.split.kinds[place - 1]
+                place -= 1
+            self.split.kinds[place] = k
             if blocks and problem.prefix[k, problem.num_layers] > 0:
                 self.split.again_s = fmin(self.split.again_s, times[AGAIN + k])
         for x in range(problem.num_layers + 1):
             f = 0.0
             b = 0.0
+            self.split.again_before[x] = 0.0
+            self.split.spread_before[x] = 0.0
+            self.split.spread_after[x] = 0.0
             for k in range(NUM_KINDS):
+                if blocks:
+                    self.split.again_before[x] += problem.prefix[k, x] * times[AGAIN + k]
                 again = times[AGAIN + k] if uniform else 0.0
                 f += problem.prefix[k, x] * times[FORWARD + k]
                 b += problem.prefix[k, x] * (times[BACKWARD + k] + again)
@@ -348,7 +360,7 @@ cdef class _Search:
             return True
         self.fill_times(i, num_recompute)
         self.fill_reach(i, num_recompute)
-        if not feasible(&self.split, self.path_limit(i, self.best_s)):
+        if not feasible(&self.split, self.path_limit(i, self.beat_s())):
             return True
         rank = 0
         self.start_at[0] = 0
@@ -362,7 +374,7 @@ cdef class _Search:
                 continue
             if not self.split.starts[(rank + 1) * width + y]:
                 continue
-            if path_seconds(&self.split, rank, x, y) * BOUND_SAFETY >= self.best_s - floor_s:
+            if path_seconds(&self.split, rank, x, y, True) * BOUND_SAFETY >= self.beat_s() - floor_s:
                 continue
             self.sizes[rank] = y - x
             if rank < self.split.p - 1:
@@ -373,7 +385,7 @@ cdef class _Search:
             if leaf == self.leaves or self.evaluated >= self.budget:
                 return False
             leaf += 1
-            self.judge(i, num_recompute, self.best_s)
+            self.judge(i, num_recompute, self.beat_s())
         return True
 
     cdef object run(self):
@@ -391,7 +403,7 @@ cdef class _Search:
                 break
             self.visit(i)
         for item in sorted(self.open):
-            if item[0] >= self.best_s:
+            if item[0] >= self.beat_s():
                 break
             if self.evaluated >= self.budget or not self.finish(item):
                 self.unfinished += 1

@@ -4,18 +4,23 @@ from libc.math cimport fabs, fmax
 from libc.string cimport memset
 
 from cython_dp._typedefs cimport float64_t, int32_t
+from cython_dp.schedule cimport NUM_KINDS
 
-cdef float64_t BISECTION_WIDTH = 1e-10
+cdef float64_t BISECTION_WIDTH = 1e-5
 cdef int MAX_BISECTIONS = 60
 # Rounding may move an end by one comparison: windows of starts are a little wider than the limit asks.
 cdef float64_t WINDOW_SLACK = 1.0 + 1e-9
 
 
-cdef inline Stage stage_seconds(const FreeSplit* split, int rank, int x, int y) noexcept nogil:
+cdef inline Stage stage_seconds(const FreeSplit* split, int rank, int x, int y, bint sharp) noexcept nogil:
     cdef Stage stage
     cdef int again = split.num_again if split.num_again < y - x else y - x
     stage.forward_s = split.forward_s[y] - split.forward_s[x]
-    stage.backward_s = split.backward_s[y] - split.backward_s[x] + split.again_s * again
+    stage.backward_s = split.backward_s[y] - split.backward_s[x]
+    if sharp:
+        stage.backward_s += split.again_before[x + again] - split.again_before[x]
+    else:
+        stage.backward_s += split.again_s * again
     if rank == 0:
         stage.forward_s = stage.forward_s + split.first_f
         stage.backward_s = stage.backward_s + split.first_b
@@ -25,17 +30,21 @@ cdef inline Stage stage_seconds(const FreeSplit* split, int rank, int x, int y) 
     return stage
 
 
-cdef float64_t path_seconds(const FreeSplit* split, int rank, int x, int y) noexcept nogil:
-    cdef Stage stage = stage_seconds(split, rank, x, y)
+cdef float64_t path_seconds(const FreeSplit* split, int rank, int x, int y, bint sharp) noexcept nogil:
+    cdef Stage stage = stage_seconds(split, rank, x, y, sharp)
     cdef float64_t f = stage.forward_s, b = stage.backward_s, head = 0.0, trip = 0.0, edges
     cdef int m = split.m, window = split.p - rank, cycles
     if rank > 0:
         head = split.forward_s[x] + split.backward_s[x] + split.first_f + split.first_b
         head += 2 * split.hop_s * rank
+        if sharp:
+            head += split.spread_before[x]
     if rank < split.p - 1:
         trip = split.forward_s[split.num_layers] - split.forward_s[y]
         trip += split.backward_s[split.num_layers] - split.backward_s[y]
         trip += split.last_f + split.last_b + 2 * split.hop_s * (split.p - 1 - rank)
+        if sharp:
+            trip += split.spread_after[y]
     if m <= window:
         return head + f + b + fmax((m - 1) * (f + b), trip + (m - 1) * fmax(f, b))
     edges = fmax((window - 1) * f, trip) + fmax((window - 1) * b, trip)
@@ -56,7 +65,7 @@ cdef float64_t work_seconds(const FreeSplit* split) noexcept nogil:
 cdef float64_t ceiling_seconds(const FreeSplit* split) noexcept nogil:
     cdef float64_t f = split.forward_s[split.num_layers] + split.first_f + split.last_f
     cdef float64_t b = split.backward_s[split.num_layers] + split.first_b + split.last_b
-    return (split.m + 4) * (f + b + split.again_s * split.num_layers + 2 * split.hop_s * split.p)
+    return (split.m + 4) * (f + b + split.again_before[split.num_layers] + 2 * split.hop_s * split.p)
 
 
 cdef bint fill_latest(FreeSplit* split, float64_t limit_s) noexcept nogil:
@@ -67,12 +76,12 @@ cdef bint fill_latest(FreeSplit* split, float64_t limit_s) noexcept nogil:
         x = y
         split.latest[rank] = x
         reach = split.reach + rank * (split.num_layers + 1)
-        while y < reach[x] and path_seconds(split, rank, x, y + 1) <= limit_s:
+        while y < reach[x] and path_seconds(split, rank, x, y + 1, False) <= limit_s:
             y += 1
     return y == split.num_layers
 
 
-cdef bint feasible(FreeSplit* split, float64_t limit_s) noexcept nogil:
+cdef bint fill_starts(FreeSplit* split, float64_t limit_s) noexcept nogil:
     # Ends grow with starts, so only starts up to the latest matter, down to where the next rank is missed.
     cdef int num_layers = split.num_layers, width = split.num_layers + 1, rank, x, y, nearest
     cdef const int32_t* reach
@@ -98,15 +107,68 @@ cdef bint feasible(FreeSplit* split, float64_t limit_s) noexcept nogil:
         for x in range(split.latest[rank], -1, -1):
             if y > reach[x]:
                 y = reach[x]
-            while y > x and path_seconds(split, rank, x, y) > limit_s:
+            while y > x and path_seconds(split, rank, x, y, False) > limit_s:
                 y -= 1
             if y < nearest:
                 break
-            if y >= x + split.least and path_seconds(split, rank, x, y) <= limit_s:
+            if y >= x + split.least and path_seconds(split, rank, x, y, False) <= limit_s:
                 farthest[x] = y
                 starts[x] = split.following[x + split.least] <= y
         if nearest == width:
             return False
+    return split.starts[0]
+
+
+cdef float64_t least_again(const FreeSplit* split, int x, int y, int count) noexcept nogil:
+    # The cheapest `count` of the layers x..y-1.
+    cdef int width = split.num_layers + 1, number, k, layers
+    cdef float64_t total = 0.0
+    for number in range(NUM_KINDS):
+        k = split.kinds[number]
+        layers = split.prefix[k * width + y] - split.prefix[k * width + x]
+        if count < layers:
+            layers = count
+        total += layers * split.kind_again_s[k]
+        count -= layers
+    return total
+
+
+cdef void fill_spread(FreeSplit* split) noexcept nogil:
+    # What layers recompute at least when no stage holds more than the largest that `farthest` allows.
+    cdef int num_layers = split.num_layers, width = split.num_layers + 1, rank, x, most = 1, full, count
+    for rank in range(split.p):
+        for x in range(width):
+            if split.starts[rank * width + x] and split.farthest[rank * width + x] - x > most:
+                most = split.farthest[rank * width + x] - x
+    full = split.num_again if split.num_again < most else most
+    for x in range(width):
+        count = x // most * full
+        count += full if full < x % most else x % most
+        split.spread_before[x] = least_again(split, 0, x, count)
+        split.spread_after[num_layers - x] = least_again(split, num_layers - x, num_layers, count)
+
+
+cdef bint feasible(FreeSplit* split, float64_t limit_s) noexcept nogil:
+    cdef int num_layers = split.num_layers, width = split.num_layers + 1, rank, x, y
+    cdef int32_t* farthest
+    cdef char* starts
+    if not fill_starts(split, limit_s):
+        return False
+    if split.num_again == 0:
+        return True
+    # A start whose windows leave no end within the limit: which ends do is not an interval any more.
+    fill_spread(split)
+    for rank in range(split.p - 1, -1, -1):
+        farthest = split.farthest + rank * width
+        starts = split.starts + rank * width
+        for x in range(num_layers + 1):
+            if not starts[x]:
+                continue
+            starts[x] = False
+            for y in range(x + split.least, farthest[x] + 1):
+                if starts[width + y] and path_seconds(split, rank, x, y, True) <= limit_s:
+                    starts[x] = True
+                    break
     return split.starts[0]
 
 
@@ -137,7 +199,7 @@ cdef bint smallest_limit(
 
 cdef int nearest_share(const FreeSplit* split, int rank, int x, int low, int high) noexcept nogil:
     # The end in [low, high] whose stage comes closest to an equal share of the work that is left.
-    cdef Stage stage = stage_seconds(split, rank, x, low)
+    cdef Stage stage = stage_seconds(split, rank, x, low, True)
     cdef float64_t left = split.forward_s[split.num_layers] - split.forward_s[x], share, distance
     cdef int y, best = low
     left += split.backward_s[split.num_layers] - split.backward_s[x] + split.last_f + split.last_b
@@ -146,7 +208,7 @@ cdef int nearest_share(const FreeSplit* split, int rank, int x, int low, int hig
     share = left / (split.p - rank)
     distance = fabs(stage.forward_s + stage.backward_s - share)
     for y in range(low + 1, high + 1):
-        stage = stage_seconds(split, rank, x, y)
+        stage = stage_seconds(split, rank, x, y, True)
         if fabs(stage.forward_s + stage.backward_s - share) < distance:
             best = y
             distance = fabs(stage.forward_s + stage.backward_s - share)
@@ -164,7 +226,9 @@ cdef void first_split(FreeSplit* split, float64_t limit_s, int32_t* sizes) noexc
         best_distance = width
         for y in range(low, high + 1):
             distance = y - wanted if y > wanted else wanted - y
-            if split.starts[(rank + 1) * width + y] and distance < best_distance:
+            if distance >= best_distance or not split.starts[(rank + 1) * width + y]:
+                continue
+            if path_seconds(split, rank, x, y, True) <= limit_s:
                 best = y
                 best_distance = distance
         sizes[rank] = best - x

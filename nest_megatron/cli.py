@@ -79,6 +79,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=("worst", "cvar"),
         help="plan for the scenarios of the cluster file: least worst case, or least CVaR at 80 %%",
     )
+    plan.add_argument(
+        "--budget",
+        type=count,
+        metavar="N",
+        help="stop after N simulations of each memory band: the best so far, and how far off it can be",
+    )
     _job_command(commands, "check", "judge the layout of the configuration as it is", run_check)
     why = _job_command(commands, "explain", "answer why the plan is not another layout", run_explain)
     why.add_argument(

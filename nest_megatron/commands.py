@@ -225,6 +225,7 @@ def _inputs(arguments: argparse.Namespace) -> tuple[DictConfig, tuple[str, ...],
         nodelist=arguments.nodelist,
         topology=arguments.topology,
         robust=getattr(arguments, "robust", None),
+        budget=getattr(arguments, "budget", None),
     )
     return apply_overrides(config, arguments.overrides), loading, settings
 

@@ -338,7 +338,7 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
     job, cluster = inputs.job, inputs.cluster
     evaluator = Evaluator(job, cluster)
     user = _user_side(inputs, evaluator)
-    result = search(job, cluster, force=settings.force)
+    result = search(job, cluster, force=settings.force, budget=settings.budget)
     nominal, choice = result.best, None
     if settings.robust is not None:
         choice = robust_choice(job, cluster, result, settings.robust)

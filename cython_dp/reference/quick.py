@@ -31,8 +31,32 @@ def extra_floor(problem: Problem, node: int) -> float:
     return float(total / int(problem.node_pp[node]) * BOUND_SAFETY)
 
 
-def quick_time(problem: Problem, i: int) -> float:
-    """Return seconds that no split of the candidate can beat: work, fill, messages once."""
+def fewest_with_room(problem: Problem, i: int, limit_bytes: int) -> int:
+    """Return the fewest recomputed layers of each chunk with room for all layers, up to all of them."""
+    num_layers = int(problem.prefix.shape[1] - 1)
+    return next((n for n in range(1, num_layers) if has_room(problem, i, limit_bytes, n)), num_layers)
+
+
+def _least_recomputed_s(problem: Problem, i: int, limit_bytes: int) -> float:
+    """Return the seconds of the layers that have no room without recomputation, the cheapest ones.
+
+    With more recomputed layers per chunk fewer others have room, so the fewest possible decide.
+    """
+    _, _, _, _, _, mode, num_recompute, node = problem.shape(i)
+    if mode != RECOMPUTE_BLOCK:
+        return 0.0
+    count = num_recompute or fewest_with_room(problem, i, limit_bytes)
+    left = int(problem.prefix.shape[1] - 1) - _room(problem, i, limit_bytes, count)[1]
+    times, total = problem.node_times[node], 0.0
+    for k, layers in sorted(present_kinds(problem), key=lambda kind: times[Column.AGAIN + kind[0]]):
+        if min(left, layers) > 0:
+            total += min(left, layers) * times[Column.AGAIN + k]
+            left -= min(left, layers)
+    return total
+
+
+def quick_time(problem: Problem, i: int, limit_bytes: int) -> float:
+    """Return seconds that no split of the candidate within memory can beat: work, fill, messages once."""
     _, p, v, m, _, mode, _, node = problem.shape(i)
     times = problem.node_times[node]
     f = times[Column.F_FIRST] + times[Column.F_LAST]
@@ -44,6 +68,7 @@ def quick_time(problem: Problem, i: int) -> float:
             layer_b = layer_b + times[Column.AGAIN + k]
         f, b = f + count * layer_f, b + count * layer_b
         least = min(least, layer_f + layer_b)
+    b = b + _least_recomputed_s(problem, i, limit_bytes)
     hop = hop_s(times, v) if p > 1 else 0.0
     if v == 1:
         # split.FreeSplit.work_s
@@ -62,13 +87,19 @@ def has_room(problem: Problem, i: int, limit_bytes: int, count: int) -> bool:
     Args:
         count: recomputed layers of each chunk in block mode.
     """
+    return _room(problem, i, limit_bytes, count)[0] >= int(problem.prefix.shape[1] - 1)
+
+
+def _room(problem: Problem, i: int, limit_bytes: int, count: int) -> tuple[int, int]:
+    """Return (layers that the ranks can hold, how many of them at most without recomputation)."""
     _, p, v, m, group, mode, num_recompute, node = problem.shape(i)
     num_layers = int(problem.prefix.shape[1] - 1)
-    count = count * v if mode == RECOMPUTE_BLOCK else 0
-    held = 0
+    each = count if mode == RECOMPUTE_BLOCK else 0
+    count = each * v
+    held = unrecomputed = 0
     for rank in range(p):
         alive = in_flight(p, v, m, group, rank)
-        most = num_layers
+        most = stored = num_layers
         for c in problem.node_memory[node].tolist():
             fixed = c[Feature.ONE] + sum(alive) * c[Feature.LIVE_CHUNKS]
             if rank == 0:
@@ -76,7 +107,7 @@ def has_room(problem: Problem, i: int, limit_bytes: int, count: int) -> bool:
             if rank == p - 1:
                 fixed += c[Feature.LAST]
             if fixed > limit_bytes:
-                return False
+                return -1, 0
             unit = c[Feature.LIVE_UNITS] // (num_recompute if mode == RECOMPUTE_UNIFORM else 1)
             kept = [
                 (c[Feature.HELD + k], unit if mode == RECOMPUTE_UNIFORM else c[Feature.LIVE + k])
@@ -90,5 +121,9 @@ def has_room(problem: Problem, i: int, limit_bytes: int, count: int) -> bool:
                 most = min(most, free // again)
             elif plain > 0:
                 most = min(most, count + (free - count * again) // plain)
+            if plain > 0:
+                # A chunk that keeps a layer recomputes ``each`` others.
+                stored = min(stored, max(0, free - each * again) // plain)
         held += most
-    return held >= num_layers
+        unrecomputed += stored
+    return held, min(num_layers, unrecomputed)

@@ -30,7 +30,13 @@ from cython_dp.reference.problem import (
     hop_s,
     time_of,
 )
-from cython_dp.reference.quick import extra_floor, has_room, present_kinds, quick_time
+from cython_dp.reference.quick import (
+    extra_floor,
+    fewest_with_room,
+    has_room,
+    present_kinds,
+    quick_time,
+)
 from cython_dp.reference.schedule import BOUND_SAFETY, in_flight
 from cython_dp.reference.split import (
     FreeSplit,
@@ -92,7 +98,9 @@ def quick_bounds(problem: Problem, limit_bytes: int) -> Float64:
     for i in range(len(problem)):
         if problem.free[i] or problem.choice_count[i] != 1:
             count = int(problem.num_recompute[i]) or problem.prefix.shape[1] - 1
-            found[i] = quick_time(problem, i) if has_room(problem, i, limit_bytes, count) else math.inf
+            found[i] = (
+                quick_time(problem, i, limit_bytes) if has_room(problem, i, limit_bytes, count) else math.inf
+            )
             continue
         item = _listed(problem, i, 0, limit_bytes, math.inf)
         found[i] = math.inf if item is None else item.lower_s
@@ -163,7 +171,7 @@ def free_split(problem: Problem, i: int, num_recompute: int, reach: list[list[in
         forward.append(float(f))
         backward.append(float(b))
     blocks = mode == RECOMPUTE_BLOCK
-    again_s = min(float(times[Column.AGAIN + k]) for k, _ in present_kinds(problem)) if blocks else 0.0
+    again = [float(times[Column.AGAIN + k]) if blocks else 0.0 for k in range(NUM_KINDS)]
     return FreeSplit(
         p=p,
         m=m,
@@ -174,8 +182,9 @@ def free_split(problem: Problem, i: int, num_recompute: int, reach: list[list[in
         first_s=(float(times[Column.F_FIRST]), float(times[Column.B_FIRST])),
         last_s=(float(times[Column.F_LAST]), float(times[Column.B_LAST])),
         hop_s=hop_s(times, v) if p > 1 else 0.0,
-        again_s=again_s,
+        again_s=again,
         num_again=num_recompute if blocks else 0,
+        prefix=problem.prefix.tolist(),
         reach=reach,
     )
 
@@ -198,6 +207,10 @@ class _Search:
     def keep_s(self) -> float:
         """Return the time above which nothing is wanted."""
         return min(self.best_s * (1.0 + self.slack), self.cutoff_s)
+
+    def beat_s(self) -> float:
+        """Return the time that a further split must beat to be wanted."""
+        return min(self.best_s, self.cutoff_s)
 
     def simulate(self, i: int, num_recompute: int, sizes: tuple[int, ...], extra_s: float) -> None:
         """Simulate one split and remember it when it is the candidate's fastest so far."""
@@ -239,7 +252,7 @@ class _Search:
             return
         num_layers = int(problem.prefix.shape[1] - 1)
         # The fewest by the cheap test; a split without any memory limit must keep the time with as many.
-        low = next((n for n in range(1, num_layers) if has_room(problem, i, self.limit_bytes, n)), num_layers)
+        low = fewest_with_room(problem, i, self.limit_bytes)
         if not self.in_time(i, low) or not self.fits(i, num_layers):
             return
         low = next(n for n in range(low, num_layers + 1) if self.fits(i, n))
@@ -295,11 +308,11 @@ class _Search:
         reach = _reach(self.problem, i, num_recompute, self.limit_bytes)
         split = free_split(self.problem, i, num_recompute, reach)
         floor_s = extra_floor(self.problem, int(self.problem.node[i]))
-        limit_s = self.path_limit(split, i, self.best_s)
-        for leaf, sizes in enumerate(splits_within(split, limit_s, lambda: self.best_s - floor_s)):
+        limit_s = self.path_limit(split, i, self.beat_s())
+        for leaf, sizes in enumerate(splits_within(split, limit_s, lambda: self.beat_s() - floor_s)):
             if leaf == self.leaves or self.evaluated >= self.budget:
                 return False
-            self.judge(i, num_recompute, tuple(sizes), self.best_s)
+            self.judge(i, num_recompute, tuple(sizes), self.beat_s())
         return True
 
     def run(self) -> Found:
@@ -314,7 +327,7 @@ class _Search:
                 break
             self.visit(int(i))
         for item in sorted(self.open):
-            if item.lower_s >= self.best_s:
+            if item.lower_s >= self.beat_s():
                 break
             if self.evaluated >= self.budget or not self.finish(item):
                 self.unfinished += 1

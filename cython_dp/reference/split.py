@@ -19,8 +19,10 @@ from dataclasses import dataclass
 from cython_dp.reference.schedule import BOUND_SAFETY
 
 #: Relative width at which the bisection over the bottleneck stops.
-BISECTION_WIDTH = 1e-10
+BISECTION_WIDTH = 1e-5
 MAX_BISECTIONS = 60
+#: Rounding may move an end by one comparison: windows of starts are a little wider than the limit asks.
+WINDOW_SLACK = 1.0 + 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,8 @@ class FreeSplit:
             included where it does not depend on the split.
         first_s, last_s: (forward, backward) seconds of the embedding and of the head.
         hop_s: latency between neighbouring ranks.
-        again_s, num_again: recomputation of one layer, and how many of each stage (block mode), else 0.
+        again_s, num_again: recomputation of a layer by kind, and how many of each stage (block mode), else 0.
+        prefix: (NUM_KINDS, L + 1) layers of each kind before each layer.
         reach: (p, L + 1) the farthest end of a stage that starts at layer x and fits in memory.
     """
 
@@ -46,34 +49,69 @@ class FreeSplit:
     first_s: tuple[float, float]
     last_s: tuple[float, float]
     hop_s: float
-    again_s: float
+    again_s: Sequence[float]
     num_again: int
+    prefix: Sequence[Sequence[int]]
     reach: Sequence[Sequence[int]]
 
-    def stage_s(self, rank: int, x: int, y: int) -> tuple[float, float]:
-        """Return (forward, backward) seconds of rank's stage of the layers x..y-1."""
+    @property
+    def kinds(self) -> list[int]:
+        """Kinds that the model has, those with the least recomputation first."""
+        return sorted(
+            (k for k, counts in enumerate(self.prefix) if counts[-1]), key=lambda k: self.again_s[k]
+        )
+
+    def recomputed(self, x: int, y: int) -> int:
+        """Return how many layers a stage of the layers x..y-1 recomputes, its first ones."""
+        return min(self.num_again, y - x)
+
+    def stage_s(self, rank: int, x: int, y: int, *, sharp: bool = True) -> tuple[float, float]:
+        """Return (forward, backward) seconds of rank's stage of the layers x..y-1.
+
+        Args:
+            sharp: with what it recomputes; else every recomputed layer counts as one of the cheapest kind,
+                which makes the seconds grow with y and fall with x.
+        """
         f = self.forward_s[y] - self.forward_s[x]
-        b = self.backward_s[y] - self.backward_s[x] + self.again_s * min(self.num_again, y - x)
+        b = self.backward_s[y] - self.backward_s[x]
+        count = self.recomputed(x, y)
+        if sharp:
+            b += self.before_s(x + count) - self.before_s(x)
+        else:
+            b += self.again_s[self.kinds[0]] * count
         if rank == 0:
             f, b = f + self.first_s[0], b + self.first_s[1]
         if rank == self.p - 1:
             f, b = f + self.last_s[0], b + self.last_s[1]
         return f, b
 
-    def path_s(self, rank: int, x: int, y: int) -> float:
+    def before_s(self, x: int) -> float:
+        """Return the recomputation of all layers before x."""
+        total = 0.0
+        for k, seconds in enumerate(self.again_s):
+            total += self.prefix[k][x] * seconds
+        return total
+
+    def path_s(self, rank: int, x: int, y: int, *, others_s: tuple[float, float] | None) -> float:
         """Return the longest path of ``schedule.pipeline_bound`` through rank's stage of layers x..y-1.
 
-        Block recomputation of other stages depends on their sizes and is left out: still a lower bound.
+        Args:
+            others_s: recomputation of the layers before x and from y on, at least.  None leaves it out and
+                takes the stage's own from below too: still a bound, and one that grows with y and falls with
+                x.
         """
-        f, b = self.stage_s(rank, x, y)
+        f, b = self.stage_s(rank, x, y, sharp=others_s is not None)
+        before_s, after_s = others_s or (0.0, 0.0)
         head = trip = 0.0
         if rank > 0:
             head = self.forward_s[x] + self.backward_s[x] + self.first_s[0] + self.first_s[1]
             head += 2 * self.hop_s * rank
+            head += before_s
         if rank < self.p - 1:
             trip = self.forward_s[self.num_layers] - self.forward_s[y]
             trip += self.backward_s[self.num_layers] - self.backward_s[y]
             trip += self.last_s[0] + self.last_s[1] + 2 * self.hop_s * (self.p - 1 - rank)
+            trip += after_s
         m, window = self.m, self.p - rank
         if m <= window:
             return head + f + b + max((m - 1) * (f + b), trip + (m - 1) * max(f, b))
@@ -99,8 +137,7 @@ class FreeSplit:
         """Return more than any path takes: all work and every hop, once per micro-batch and at both ends."""
         f = self.forward_s[self.num_layers] + self.first_s[0] + self.last_s[0]
         b = self.backward_s[self.num_layers] + self.first_s[1] + self.last_s[1]
-        work = f + b + self.again_s * self.num_layers + 2 * self.hop_s * self.p
-        return (self.m + 4) * work
+        return (self.m + 4) * (f + b + self.before_s(self.num_layers) + 2 * self.hop_s * self.p)
 
 
 def ends(split: FreeSplit, rank: int, limit_s: float) -> list[int]:
@@ -110,19 +147,83 @@ def ends(split: FreeSplit, rank: int, limit_s: float) -> list[int]:
     y = 0
     for x in range(split.num_layers + 1):
         y = max(y, x)
-        while y < reach[x] and split.path_s(rank, x, y + 1) <= limit_s:
+        while y < reach[x] and split.path_s(rank, x, y + 1, others_s=None) <= limit_s:
             y += 1
-        legal = x + split.least <= y <= reach[x] and split.path_s(rank, x, y) <= limit_s
+        legal = x + split.least <= y <= reach[x] and split.path_s(rank, x, y, others_s=None) <= limit_s
         found.append(y if legal else -1)
     return found
 
 
-def feasible_starts(split: FreeSplit, limit_s: float) -> tuple[list[list[int]], list[list[bool]]]:
-    """Return (ends per rank, whether a stage of rank r may start at layer x and the rest still be dealt)."""
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Where the stages may start and end within one limit.
+
+    Attributes:
+        farthest: (p, L + 1) the farthest end of a stage by start, -1 where there is none.
+        starts: (p + 1, L + 1) whether a stage may start there and the rest still be dealt.
+        before_s, after_s: (L + 1,) what the layers before each layer, and those from it on, recompute at
+            least in other stages.
+    """
+
+    split: FreeSplit
+    limit_s: float
+    farthest: list[list[int]]
+    starts: list[list[bool]]
+    before_s: list[float]
+    after_s: list[float]
+
+    def path_s(self, rank: int, x: int, y: int) -> float:
+        """Return ``FreeSplit.path_s`` with the recomputation of the other stages."""
+        return self.split.path_s(rank, x, y, others_s=(self.before_s[x], self.after_s[y]))
+
+    def ends(self, rank: int, x: int) -> list[int]:
+        """Return the ends of a stage from which the rest may still be dealt."""
+        inside = range(x + self.split.least, self.farthest[rank][x] + 1)
+        return [y for y in inside if self.starts[rank + 1][y] and self.path_s(rank, x, y) <= self.limit_s]
+
+
+def windows(split: FreeSplit, limit_s: float) -> Windows:
+    """Return where the stages may start and end within ``limit_s``.
+
+    With block recomputation the largest stage of these windows says how much the other stages recompute at
+    least (min(num_again, size) is concave in the size: full stages and one with the rest), and starts that no
+    end keeps within the limit then are closed.
+    """
+    num_layers = split.num_layers
+    zeros = [0.0] * (num_layers + 1)
+    found = Windows(split, limit_s, *_monotone(split, limit_s), zeros, list(zeros))
+    if split.num_again == 0 or not found.starts[0][0]:
+        return found
+    stages = [(r, x) for r in range(split.p) for x in range(num_layers + 1) if found.starts[r][x]]
+    most = max(1, *(found.farthest[r][x] - x for r, x in stages))
+    for x in range(num_layers + 1):
+        full, rest = divmod(x, most)
+        count = full * min(split.num_again, most) + min(split.num_again, rest)
+        found.before_s[x] = _least_again_s(split, 0, x, count)
+        found.after_s[num_layers - x] = _least_again_s(split, num_layers - x, num_layers, count)
+    for rank in range(split.p - 1, -1, -1):
+        for x in range(num_layers + 1):
+            found.starts[rank][x] = found.starts[rank][x] and bool(found.ends(rank, x))
+    return found
+
+
+def _least_again_s(split: FreeSplit, x: int, y: int, count: int) -> float:
+    """Return the recomputation of the cheapest ``count`` of the layers x..y-1."""
+    total = 0.0
+    for k in split.kinds:
+        layers = min(count, split.prefix[k][y] - split.prefix[k][x])
+        total += layers * split.again_s[k]
+        count -= layers
+    return total
+
+
+def _monotone(split: FreeSplit, limit_s: float) -> tuple[list[list[int]], list[list[bool]]]:
+    """Return ``Windows.farthest`` and ``starts`` while ends grow with starts."""
     num_layers = split.num_layers
     farthest = [ends(split, rank, limit_s) for rank in range(split.p)]
     starts = [[False] * (num_layers + 1) for _ in range(split.p)]
     starts.append([x == num_layers for x in range(num_layers + 1)])
+    latest = _latest(split, limit_s * WINDOW_SLACK)
     for rank in range(split.p - 1, -1, -1):
         nearest = num_layers + 1
         following = [nearest] * (num_layers + 2)
@@ -130,14 +231,28 @@ def feasible_starts(split: FreeSplit, limit_s: float) -> tuple[list[list[int]], 
             if starts[rank + 1][x]:
                 nearest = x
             following[x] = nearest
-        for x in range(num_layers + 1 - split.least):
+        for x in range(min(latest[rank], num_layers - split.least) + 1):
             starts[rank][x] = following[x + split.least] <= farthest[rank][x]
     return farthest, starts
 
 
+def _latest(split: FreeSplit, limit_s: float) -> list[int]:
+    """Return the latest start of each rank, every earlier one taking all it may."""
+    found, y = [], 0
+    for rank in range(split.p):
+        x = y
+        found.append(x)
+        while y < split.reach[rank][x] and split.path_s(rank, x, y + 1, others_s=None) <= limit_s:
+            y += 1
+    return found
+
+
 def feasible(split: FreeSplit, limit_s: float) -> bool:
-    """Return whether some split fits in memory with every path at most ``limit_s``."""
-    return feasible_starts(split, limit_s)[1][0][0]
+    """Return False when no split fits in memory with every path at most ``limit_s``.
+
+    Exact unless blocks are recomputed: what other stages recompute is taken from below.
+    """
+    return windows(split, limit_s).starts[0][0]
 
 
 def smallest_limit(split: FreeSplit, cutoff_s: float) -> tuple[float, float] | None:
@@ -176,12 +291,11 @@ def _nearest(split: FreeSplit, rank: int, x: int, low: int, high: int) -> int:
 
 def first_split(split: FreeSplit, limit_s: float) -> list[int]:
     """Return the layers per stage of one split whose paths keep ``limit_s``, as even as that allows."""
-    farthest, starts = feasible_starts(split, limit_s)
+    found = windows(split, limit_s)
     sizes, x = [], 0
     for rank in range(split.p):
-        legal = [y for y in range(x + split.least, farthest[rank][x] + 1) if starts[rank + 1][y]]
-        wanted = _nearest(split, rank, x, x + split.least, farthest[rank][x])
-        y = min(legal, key=lambda end: (abs(end - wanted), end))
+        wanted = _nearest(split, rank, x, x + split.least, found.farthest[rank][x])
+        y = min(found.ends(rank, x), key=lambda end: (abs(end - wanted), end))
         sizes.append(y - x)
         x = y
     return sizes
@@ -193,17 +307,17 @@ def splits_within(split: FreeSplit, limit_s: float, current: Callable[[], float]
     Args:
         limit_s: an upper bound of ``current()``.
     """
-    farthest, starts = feasible_starts(split, limit_s)
+    found = windows(split, limit_s)
     sizes = [0] * split.p
 
     def deal(rank: int, x: int) -> Iterator[list[int]]:
         if rank == split.p:
             yield list(sizes)
             return
-        for y in range(x + split.least, farthest[rank][x] + 1):
-            if starts[rank + 1][y] and split.path_s(rank, x, y) * BOUND_SAFETY < current():
+        for y in range(x + split.least, found.farthest[rank][x] + 1):
+            if found.starts[rank + 1][y] and found.path_s(rank, x, y) * BOUND_SAFETY < current():
                 sizes[rank] = y - x
                 yield from deal(rank + 1, y)
 
-    if starts[0][0]:
+    if found.starts[0][0]:
         yield from deal(0, 0)

@@ -1,4 +1,4 @@
-"""Cluster and accelerator files -> frozen dataclasses in SI units (format: docs/cluster-file.md)."""
+"""Cluster and accelerator files -> frozen dataclasses in SI units (keys: docs/network.md)."""
 
 from __future__ import annotations
 

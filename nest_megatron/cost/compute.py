@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nest_megatron.errors import BadInputError, Factor
-from nest_megatron.graph.layer_graph import Block, Operator
+from nest_megatron.graph.layer_graph import Block, Operator, Part
 from nest_megatron.specs.cluster import Accelerator
 from nest_megatron.specs.job import TrainJob
 
@@ -58,13 +58,16 @@ class ComputeModel:
         self.wgrad_fusion = job.recipe.wgrad_fusion
         self.grouped = job.model.moe is None or job.model.moe.grouped_gemm
         self.hbm_bytes_per_s = accelerator.hbm_bytes_per_s * accelerator.memory_efficiency
+        self._parts: dict[Part, PassTime] = {}
         self._gemm_s = lru_cache(maxsize=None)(self._gemm_time)
 
     def block(self, block: Block) -> PassTime:
         """Return the compute time of one block and micro-batch."""
         total = PassTime(0.0, 0.0)
-        for operator in block.operators:
-            total = total + self.operator(operator)
+        for part in block.parts:
+            if part not in self._parts:
+                self._parts[part] = sum(map(self.operator, part.operators), PassTime(0.0, 0.0))
+            total = total + self._parts[part]
         return total
 
     def operator(self, op: Operator) -> PassTime:

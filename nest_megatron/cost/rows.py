@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -108,7 +107,12 @@ def _scores(block: Block) -> int:
     return max((op.batch * op.m * op.n for op in block.operators if op.kind == "attention"), default=0)
 
 
-def columns(rows: list[Any]) -> dict[str, Int64]:
-    """Return one int64 array per field of a list of dataclass rows: (R,), or (R, NUM_KINDS) for tuples."""
-    names = [field.name for field in fields(rows[0])]
-    return {name: np.array([getattr(row, name) for row in rows], dtype=np.int64) for name in names}
+def columns(rows: Sequence[MemoryRow]) -> dict[str, Int64]:
+    """Return one int64 array per field: (R,), or (R, NUM_KINDS) for what each layer kind has its own of."""
+    found = {}
+    for field in fields(MemoryRow):
+        shape = (len(rows), NUM_KINDS) if str(field.type).startswith("tuple") else (len(rows),)
+        found[field.name] = np.array([getattr(row, field.name) for row in rows], dtype=np.int64).reshape(
+            shape
+        )
+    return found

@@ -29,6 +29,7 @@ from nest_megatron.cost.sync import (
     shard_size,
     shards_parameters,
 )
+from nest_megatron.graph.layer_graph import LayerGraph
 from nest_megatron.graph.templates import LayerGraphs
 from nest_megatron.specs.cluster import Cluster
 from nest_megatron.specs.job import TrainJob
@@ -51,9 +52,9 @@ class Boundary:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Everything that depends on the BlockChoice and the overlap flags only."""
+    """What depends on the BlockChoice and the overlap flags only; memory rows are built when asked for."""
 
-    memory: MemoryRow
+    graph: LayerGraph
     time: GraphTime
     boundary: Boundary
 
@@ -83,6 +84,7 @@ class CostModel:
         self._graphs = LayerGraphs(job)
         self._rows: dict[tuple[BlockChoice, bool, bool], int] = {}
         self._built: list[Row] = []
+        self._memory: dict[int, MemoryRow] = {}
         self.sync = SyncModel(self.pricer)
 
     def row(self, layout: Layout) -> int:
@@ -98,9 +100,13 @@ class CostModel:
 
     def _build(self, choice: BlockChoice, overlap: Overlap) -> Row:
         graph = self._graphs.graph(choice)
-        memory = memory_row(self.job, graph)
         hidden = HiddenShares.of(self.job.profile, overlap)
-        return Row(memory, self.pricer.graph(graph, hidden), self._boundary(choice))
+        return Row(graph, self.pricer.graph(graph, hidden), self._boundary(choice))
+
+    def _memory_row(self, row: int) -> MemoryRow:
+        if row not in self._memory:
+            self._memory[row] = memory_row(self.job, self._built[row].graph)
+        return self._memory[row]
 
     def _boundary(self, choice: BlockChoice) -> Boundary:
         """Return the message between pipeline stages (time_model.md section 2, "p2p")."""
@@ -122,13 +128,14 @@ class CostModel:
         rows = [self.row(layout) for layout in layouts]
         times = np.zeros((len(layouts), NUM_COLUMNS))
         for i, layout in enumerate(layouts):
-            self._fill_times(times[i], layout, self._built[rows[i]])
+            self._fill_times(times[i], layout, rows[i])
         return CostTables(node_times=times, **self.memory(layouts, rows))
 
     def memory(self, layouts: Sequence[Layout], rows: Sequence[int]) -> dict[str, Any]:
         """Return the fields of ``tables`` that hold bytes and parameters; ``rows`` are those of ``row``."""
-        nodes = self._node_columns(layouts, rows)
-        memory = columns([row.memory for row in self._built])
+        used, place = np.unique(np.array(rows, dtype=np.int64), return_inverse=True)
+        nodes = self._node_columns(layouts, place)
+        memory = columns([self._memory_row(int(row)) for row in used])
         terms = memory_terms(memory, nodes, self.job, self.cluster.accelerator)
         return {
             "node_params": self._node_params(memory, nodes),
@@ -136,13 +143,13 @@ class CostModel:
             "terms": terms,
         }
 
-    def _node_columns(self, layouts: Sequence[Layout], rows: Sequence[int]) -> NodeColumns:
+    def _node_columns(self, layouts: Sequence[Layout], rows: Int64) -> NodeColumns:
         def column(values: Sequence[int]) -> Int64:
             return np.array(values, dtype=np.int64)
 
         instances = [layout.num_optimizer_instances for layout in layouts]
         return NodeColumns(
-            row=column(rows),
+            row=rows,
             pp=column([layout.pp for layout in layouts]),
             shard=column([max(1, x.dp * x.cp // n) for x, n in zip(layouts, instances, strict=True)]),
             expert_shard=column([max(1, x.edp // n) for x, n in zip(layouts, instances, strict=True)]),
@@ -165,8 +172,9 @@ class CostModel:
         )
         return params
 
-    def _fill_times(self, times: Float64, layout: Layout, row: Row) -> None:
-        graph = row.time
+    def _fill_times(self, times: Float64, layout: Layout, row: int) -> None:
+        built = self._built[row]
+        graph = built.time
         for k, kind in enumerate(self.job.model.kinds):
             layer = graph.layers[kind]
             times[Column.FORWARD + k], times[Column.BACKWARD + k] = layer.forward_s, layer.backward_s
@@ -176,9 +184,9 @@ class CostModel:
         hidden = HiddenShares.of(self.job.profile, layout.overlap)
         times[Column.P2P_HIDDEN] = hidden.p2p
         if layout.pp > 1:
-            times[Column.P2P] = self._hop_s(layout, row.boundary)
+            times[Column.P2P] = self._hop_s(layout, built.boundary)
         if shards_parameters(self.job, layout):
-            self._add_gathers(times, layout, row)
+            self._add_gathers(times, layout, self._memory_row(row))
         self._fill_sync(times, layout, hidden)
 
     def _hop_s(self, layout: Layout, boundary: Boundary) -> float:
@@ -191,9 +199,8 @@ class CostModel:
             seconds += collectives.time_s("all_gather", boundary.gathered_bytes, tensor)
         return seconds
 
-    def _add_gathers(self, times: Float64, layout: Layout, row: Row) -> None:
+    def _add_gathers(self, times: Float64, layout: Layout, memory: MemoryRow) -> None:
         """Add what fully sharded parameters cost every micro-batch, per layer and at both ends."""
-        memory = row.memory
         for k, _ in enumerate(self.job.model.kinds):
             parameters = memory.dense_parameters[k], memory.expert_parameters[k]
             forward_s, backward_s = times[Column.FORWARD + k], times[Column.BACKWARD + k]
@@ -243,7 +250,7 @@ class CostModel:
 
     def _parameters_per_rank(self, layout: Layout) -> float:
         """Return the mean dense parameters of one rank."""
-        memory = self._built[self.row(layout)].memory
+        memory = self._memory_row(self.row(layout))
         layers = self.job.model.layer_kinds
         total = sum(memory.dense_parameters[self.job.model.kinds.index(kind)] for kind in layers)
         ends = memory.parameters_first + memory.parameters_last_norm + memory.parameters_output

@@ -68,13 +68,25 @@ class Collective:
     backward_hidden: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Operators that blocks of several choices share; compared by identity, so prices keep."""
+
+    operators: tuple[Operator, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
     """One block kind: its operators in order, and its collectives; compared by identity, so prices keep."""
 
     kind: str
-    operators: tuple[Operator, ...]
+    parts: tuple[Part, ...]
     collectives: tuple[Collective, ...] = ()
+
+    @property
+    def operators(self) -> tuple[Operator, ...]:
+        """The operators of all parts."""
+        return tuple(op for part in self.parts for op in part.operators)
 
     @property
     def dense_parameters(self) -> int:

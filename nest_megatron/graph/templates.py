@@ -7,13 +7,14 @@ collectives research/time_model.md section 2 (collective counts traced in resear
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from nest_megatron.graph.attention_template import (
     attention_operators,
     cross_attention_operators,
     mla_operators,
 )
-from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph, Operator
+from nest_megatron.graph.layer_graph import Block, Collective, LayerGraph, Operator, Part
 from nest_megatron.graph.linear_template import gemm, mlp_operators
 from nest_megatron.graph.mamba_template import mamba_operators
 from nest_megatron.graph.moe_template import moe_operators
@@ -49,30 +50,55 @@ class _Shared:
 
 
 class LayerGraphs:
-    """Layer graphs of one job; choices that differ in ep and etp only share their blocks without experts."""
+    """Layer graphs of one job: choices share blocks without experts, and parts whose sizes are the same."""
 
     def __init__(self, job: TrainJob) -> None:
         self._job = job
         self._kinds = sorted(job.model.kinds)
         self._shared: dict[BlockChoice, _Shared] = {}
+        self._parts: dict[tuple[Any, ...], Part] = {}
 
     def graph(self, choice: BlockChoice) -> LayerGraph:
         """Return the graph of every block kind of the job's model under ``choice``."""
-        shared = self._without_experts(replace(choice, ep=1, etp=1))
+        dense = replace(choice, ep=1, etp=1)
+        shared = self._without_experts(dense)
         sizes = Sizes.of(self._job, choice)
-        blocks = {kind: shared.blocks.get(kind) or _block(sizes, kind) for kind in self._kinds}
+        blocks = {kind: shared.blocks.get(kind) or self._block(sizes, kind, dense) for kind in self._kinds}
         return LayerGraph(choice=choice, blocks=blocks, embedding=shared.embedding, head=shared.head)
 
     def _without_experts(self, choice: BlockChoice) -> _Shared:
         if choice not in self._shared:
             sizes = Sizes.of(self._job, choice)
             blocks = {
-                kind: _block(sizes.on_decoder() if kind == "decoder" else sizes, kind)
+                kind: self._block(sizes.on_decoder() if kind == "decoder" else sizes, kind, choice)
                 for kind in self._kinds
                 if "experts" not in _MIXERS[kind]
             }
             self._shared[choice] = _Shared(blocks, _embedding(sizes), _head(sizes))
         return self._shared[choice]
+
+    def _block(self, z: Sizes, kind: BlockKind, dense: BlockChoice) -> Block:
+        parts = tuple(self._part(z, kind, mixer, dense) for mixer in _MIXERS[kind])
+        return Block(kind=kind, parts=parts, collectives=tuple(_collectives(z, _MIXERS[kind])))
+
+    def _part(self, z: Sizes, kind: BlockKind, mixer: str, dense: BlockChoice) -> Part:
+        """Return a mixer behind its norm and residual, kept by everything that its operators read.
+
+        Args:
+            dense: the choice without expert parallelism, which only the experts read.
+        """
+        choice = z.choice
+        if mixer == "experts":
+            sizes = choice.tp, z.tokens, z.tokens_sp, choice.ep, choice.etp, choice.recompute
+            key: tuple[Any, ...] = (mixer, sizes)
+        else:
+            key = (mixer, kind in ("encoder", "decoder") and kind, dense)
+        if key not in self._parts:
+            inside = _mixer_operators(z, mixer, causal=kind != "encoder")
+            norm = _norm(z, _NORMS.get(mixer, "input_norm"))
+            operators = _offloaded(z, mixer, [norm, *inside, _residual(z, f"residual_{mixer}")])
+            self._parts[key] = Part(tuple(operators))
+        return self._parts[key]
 
 
 #: Block kind -> the mixers of one layer, each behind its own norm and residual.
@@ -88,15 +114,6 @@ _MIXERS: dict[BlockKind, tuple[str, ...]] = {
 }
 #: Mixer -> the name of the norm in front of it; the others' is ``input_norm``.
 _NORMS = {"mlp": "pre_mlp_norm", "experts": "pre_mlp_norm", "cross_attention": "pre_cross_norm"}
-
-
-def _block(z: Sizes, kind: BlockKind) -> Block:
-    operators: list[Operator] = []
-    for mixer in _MIXERS[kind]:
-        inside = _mixer_operators(z, mixer, causal=kind != "encoder")
-        norm = _norm(z, _NORMS.get(mixer, "input_norm"))
-        operators += _offloaded(z, mixer, [norm, *inside, _residual(z, f"residual_{mixer}")])
-    return Block(kind=kind, operators=tuple(operators), collectives=tuple(_collectives(z, _MIXERS[kind])))
 
 
 def _offloaded(z: Sizes, mixer: str, operators: list[Operator]) -> list[Operator]:
@@ -231,7 +248,7 @@ def _embedding(z: Sizes) -> Block:
             )
         )
         collectives += _edge_collectives(part, forward=1, backward=0)
-    return Block(kind="embedding", operators=tuple(operators), collectives=tuple(collectives))
+    return Block(kind="embedding", parts=(Part(tuple(operators)),), collectives=tuple(collectives))
 
 
 def _stacks(z: Sizes, name: str) -> list[tuple[str, Sizes]]:
@@ -264,7 +281,8 @@ def _head(z: Sizes) -> Block:
             parameters=bias,
         ),
     )
-    return Block(kind="head", operators=operators, collectives=_edge_collectives(last, forward=0, backward=1))
+    collectives = _edge_collectives(last, forward=0, backward=1)
+    return Block(kind="head", parts=(Part(operators),), collectives=collectives)
 
 
 def _edge_collectives(z: Sizes, *, forward: int, backward: int) -> tuple[Collective, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
@@ -17,8 +18,12 @@ from nest_megatron.graph.templates import layer_graph
 from nest_megatron.specs.job import TrainJob
 from nest_megatron.specs.layout import BlockChoice, Layout, Recompute
 
-#: What decides the operators of a layout, and so the time of its blocks.
-_ROW = attrgetter(*BlockChoice.__slots__, "overlap.tp_comm", "overlap.expert_all_to_all")
+#: What decides the operators of a layout and so the time of its blocks, recomputation aside.
+_ROW = attrgetter(
+    *(field for field in BlockChoice.__slots__ if field != "recompute"),
+    "overlap.tp_comm",
+    "overlap.expert_all_to_all",
+)
 
 
 class StateFloor:
@@ -88,7 +93,7 @@ def work_floors(
     for i, node in enumerate(nodes):
         key = _ROW(node)
         if key not in work_s:
-            graph = cost.graph_time(node)
+            graph = cost.graph_time(replace(node, recompute=Recompute()))
             blocks = [(1, graph.embedding), (1, graph.head)]
             blocks += [(count, graph.layers[kind]) for kind, count in counts.items()]
             work_s[key] = sum(count * (block.forward_s + block.backward_s) for count, block in blocks)

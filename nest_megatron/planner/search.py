@@ -42,8 +42,8 @@ NAMED_REPAIRS = 3
 #: Nodes priced in full before the first solution says which others can matter.
 FIRST_NODES = 512
 #: Simulations of a part that only says which nodes can matter.
-PROBES = 32
-#: Simulations when the caller sets no budget: none of the searches measured in docs/planner.md comes near.
+PROBES = 512
+#: Simulations when the caller sets no budget.
 UNLIMITED = 2**62
 
 
@@ -92,6 +92,11 @@ class _Solved:
         times = self.found.time_s
         return float(np.nanmin(times)) if np.isfinite(times).any() else math.inf
 
+    def bounded_by(self, seconds: float) -> _Solved:
+        """Return the same solution where ``seconds`` bounds from below what may still be faster."""
+        lower_s = min(seconds, self.found.lower_bound_s)
+        return replace(self, found=replace(self.found, lower_bound_s=lower_s))
+
     def peak_bytes(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the allocated peak of the solutions of some candidates."""
         sizes = [self.found.sizes[int(i)] for i in chosen]
@@ -110,16 +115,20 @@ class _Solved:
         return bounds(problem)[2]
 
 
-def search(job: TrainJob, cluster: Cluster, *, force: bool = False, budget: int = UNLIMITED) -> SearchResult:
+def search(
+    job: TrainJob, cluster: Cluster, *, force: bool = False, budget: int | None = None
+) -> SearchResult:
     """Return the best layout of ``job`` on ``cluster``.
 
     Args:
-        budget: simulations after which the search answers with the best so far; its certificate has the gap.
+        budget: simulations of each memory band after which the search answers with the best so far; its
+            certificate has the gap.  None searches to the end.
 
     Raises:
         NoPlanError: no layout is legal, or none that is legal fits the memory (and ``force`` is off).
     """
     started = time.perf_counter()
+    budget = UNLIMITED if budget is None else budget
     fits_below, runs_below = memory_limits(job, cluster.accelerator.visible_bytes)
     state = StateFloor(job, runs_below)
     for wide in (False, True):
@@ -133,6 +142,9 @@ def search(job: TrainJob, cluster: Cluster, *, force: bool = False, budget: int 
         tight = replace(fits, found=runs)
         if math.isfinite(min(fits.best_s, tight.best_s)):
             chosen = tight if tight.best_s < cutoff_s else fits
+            if chosen is fits and tight.found.lower_bound_s < cutoff_s:
+                # Cut short, the tight band may hold a layout that would have been taken.
+                chosen = fits.bounded_by(tight.found.lower_bound_s)
             evaluated = fits.found.evaluated + tight.found.evaluated
             return _result(cluster, chosen, evaluated, started, tight=chosen is tight, forced=False)
     return _forced(job, cluster, started, force=force)

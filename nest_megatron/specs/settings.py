@@ -31,6 +31,8 @@ class PlanSettings:
         topology: file with Slurm's topology (``scontrol show topology``, topology.conf, topology.yaml), or
             ``-`` for standard input.
         robust: choose by this measure over the cluster's scenarios; None plans for the network as it is.
+        budget: simulations of each memory band after which the search answers with the best so far; None
+            searches to the end.
     """
 
     cluster: str | None = None
@@ -45,16 +47,18 @@ class PlanSettings:
     nodelist: str | None = None
     topology: str | None = None
     robust: RobustMeasure | None = None
+    budget: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that are none.
 
         Raises:
-            BadInputError: a size that is negative or not finite, or no GPU at all.
+            BadInputError: a size that is negative or not finite, no GPU, or no simulation at all.
         """
         if not math.isfinite(self.reserved_gib) or self.reserved_gib < 0:
             factors = [Factor("reserved_gib", self.reserved_gib)]
             raise BadInputError("NEST-I17", "reserved_gib is not a size in GiB", factors=factors)
-        if self.num_gpus is not None and self.num_gpus < 1:
-            factors = [Factor("num_gpus", self.num_gpus)]
-            raise BadInputError("NEST-I17", "num_gpus is not a positive number", factors=factors)
+        for name, count in (("num_gpus", self.num_gpus), ("budget", self.budget)):
+            if count is not None and count < 1:
+                factors = [Factor(name, count)]
+                raise BadInputError("NEST-I17", f"{name} is not a positive number", factors=factors)

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
 import pytest
 
 from cython_dp import reference
-from cython_dp.reference.split import FreeSplit, feasible, first_split, smallest_limit
+from cython_dp.columns import RECOMPUTE_BLOCK
+from cython_dp.reference.problem import hop_s
+from cython_dp.reference.schedule import BOUND_SAFETY, pipeline_bound
+from cython_dp.reference.search import free_split
+from cython_dp.reference.split import (
+    BISECTION_WIDTH,
+    FreeSplit,
+    feasible,
+    first_split,
+    smallest_limit,
+    splits_within,
+)
+from cython_dp.reference.stages import chunk_times
 from tests.dp.instances import compositions, free_problem, limit_of, peaks, solutions
 
 
@@ -83,8 +96,9 @@ def uniform_split(costs: list[float], p: int, m: int, caps: list[int], least: in
         first_s=(0.0, 0.0),
         last_s=(0.0, 0.0),
         hop_s=0.0,
-        again_s=0.0,
+        again_s=[0.0],
         num_again=0,
+        prefix=[list(range(layers + 1))],
         reach=[[min(layers, x + cap) for x in range(layers + 1)] for cap in caps],
     )
 
@@ -96,7 +110,7 @@ def smallest_by_brute_force(split: FreeSplit) -> float:
         x, worst = 0, 0.0
         for rank, size in enumerate(sizes):
             fits = x + size <= split.reach[rank][x]
-            worst = max(worst, split.path_s(rank, x, x + size) if fits else math.inf)
+            worst = max(worst, split.path_s(rank, x, x + size, others_s=None) if fits else math.inf)
             x += size
         best = min(best, worst)
     return best
@@ -107,7 +121,7 @@ def farthest_reach(split: FreeSplit, limit_s: float) -> bool:
     x = 0
     for rank in range(split.p):
         ends = range(x + split.least, split.reach[rank][x] + 1)
-        legal = [y for y in ends if split.path_s(rank, x, y) <= limit_s]
+        legal = [y for y in ends if split.path_s(rank, x, y, others_s=None) <= limit_s]
         if not legal:
             return False
         x = max(legal)
@@ -130,13 +144,41 @@ def test_smallest_limit_equals_brute_force_and_greedy_does_not() -> None:
             continue
         lower, limit = found
         assert lower * (1 - 1e-9) <= best <= limit * (1 + 1e-9)
-        assert limit == pytest.approx(best, rel=1e-8)
+        assert limit == pytest.approx(best, rel=BISECTION_WIDTH)
         sizes = first_split(split, limit)
         assert sum(sizes) == layers
         assert min(sizes) >= 1
         assert feasible(split, best * (1 + 1e-9))
         missed += not farthest_reach(split, best * (1 + 1e-9))
     assert missed > 0
+
+
+def test_recomputation_of_other_stages_loses_no_split_and_cuts_some() -> None:
+    """Every split whose pipeline bound keeps a limit lies within its windows; most that do not are cut."""
+    within = missed = others = 0
+    for seed in range(40):
+        problem = reference.Problem(**free_problem(seed))
+        num_layers = int(problem.prefix.shape[1] - 1)
+        for i in np.flatnonzero(problem.free & (problem.mode == RECOMPUTE_BLOCK)):
+            _, p, v, m, group, mode, _, node = problem.shape(int(i))
+            times = problem.node_times[node]
+            bounds = {}
+            for sizes in compositions(num_layers, p, problem.least):
+                forward, backward = chunk_times(sizes, problem.prefix, p, v, mode, 2, times)
+                bounds[sizes] = pipeline_bound(forward, backward, p, v, m, group, hop_s(times, v))
+            limit_s = float(np.median(list(bounds.values())))
+            anywhere = [[num_layers] * (num_layers + 1)] * p
+            split = free_split(problem, int(i), 2, anywhere)
+            dealt = {
+                tuple(s)
+                for s in splits_within(split, limit_s / BOUND_SAFETY, itertools.repeat(limit_s).__next__)
+            }
+            wanted = {sizes for sizes, bound in bounds.items() if bound < limit_s * (1 - 1e-9)}
+            assert wanted <= dealt
+            within, missed = within + len(wanted), missed + len(dealt - wanted)
+            others += len(bounds) - len(wanted)
+    assert within > 300
+    assert missed < others / 5
 
 
 def test_an_empty_first_stage_serves_a_heavy_embedding(solver) -> None:

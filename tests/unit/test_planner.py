@@ -118,6 +118,22 @@ def test_the_chosen_layout_is_within_the_tie_of_the_best() -> None:
     assert evaluator.step_times_s([result.best])[0] <= best_s * (1 + TIE)
 
 
+@pytest.mark.parametrize("reserved_gib", [0, 50])
+def test_a_budget_answers_early_with_a_bound_that_holds(reserved_gib: int) -> None:
+    """The best so far is no faster than the best, the bound no slower; a small budget is not sure."""
+    job = job_of(builders.llama8b(num_layers=13), num_gpus=16, reserved_bytes=reserved_gib * GIB)
+    exact = search(job, cluster_of(job)).certificate
+    gaps = []
+    for budget in (1, 2, 5, 20, 10**6):
+        found = search(job, cluster_of(job), budget=budget)
+        assert found.certificate.lower_bound_s <= exact.objective_s <= found.certificate.objective_s
+        gaps.append(found.certificate.gap)
+        if found.certificate.gap == 0:
+            assert found.certificate.objective_s == exact.objective_s
+    assert gaps[0] > 0
+    assert gaps[-1] == 0
+
+
 def test_search_is_deterministic() -> None:
     """Two searches of the same job give the same plan and runner-ups."""
     job = job_of(
