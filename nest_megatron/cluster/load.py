@@ -93,7 +93,6 @@ def load_accelerator(name: str) -> Accelerator:
             "memory_efficiency",
             "wave_overhead_us",
             "kernel_gap_us",
-            "busy_link_share",
         ),
     )
 
@@ -116,7 +115,6 @@ def load_accelerator(name: str) -> Accelerator:
         memory_efficiency=share("memory_efficiency"),
         wave_overhead_s=units.seconds_from_us(fields.number("wave_overhead_us", at_least=0, at_most=1e4)),
         kernel_gap_s=units.seconds_from_us(fields.number("kernel_gap_us", at_least=0, at_most=1e4)),
-        busy_link_share=share("busy_link_share"),
     )
 
 

@@ -5,7 +5,6 @@ Formulas: research/time_model.md section 2 (exposure of TP and CP; recompute), m
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -66,9 +65,8 @@ class BlockPricer:
         self.cluster = cluster
         self.time = job.profile.time
         self.compute = ComputeModel(cluster.accelerator, job)
-        busy = beside_compute(cluster, cluster.accelerator.busy_link_share)
-        self.collectives = CollectiveModel(busy)
-        self.dispatch = DispatchModel(busy, self.time)
+        self.collectives = CollectiveModel(cluster)
+        self.dispatch = DispatchModel(cluster, self.time)
         self._groups: dict[tuple[int, int], GroupShape] = {}
         self._collectives_s: dict[tuple[str, int, int, int], float] = {}
         self._shared: dict[tuple[Block, int, int, Recompute, HiddenShares], BlockTime] = {}
@@ -135,10 +133,6 @@ class BlockPricer:
 
     def _price(self, block: Block, choice: BlockChoice, hidden: HiddenShares, host_s: float) -> BlockTime:
         compute = self.compute.block(block)
-        if hidden.ep > 0 and any(c.axis == "ep" for c in block.collectives):
-            # The overlapped exchange takes SMs from the compute beside it.
-            slower = 1 + self.time.ep_compute_slowdown
-            compute = PassTime(compute.forward_s * slower, compute.backward_s * slower)
         repeated = _recomputed(block, choice)
         again = sum(self.compute.operator(op).forward_s for op in repeated)
         # The host launches what runs again, too.
@@ -248,18 +242,6 @@ def _recomputed(block: Block, choice: BlockChoice) -> list[Operator]:
         return []
     prefixes = tuple(p for module in choice.recompute.modules for p in MODULE_OPERATORS.get(module, ()))
     return [op for op in block.operators if op.name.startswith(prefixes)]
-
-
-def beside_compute(cluster: Cluster, share: float) -> Cluster:
-    """Return ``cluster`` with the NVLink rates that a collective reaches inside a training step.
-
-    Kernels of the step hold SMs and HBM bandwidth that a collective has for itself in a network benchmark.
-    """
-    inner = dataclasses.replace(cluster.levels[0], efficiency=cluster.levels[0].efficiency * share)
-    table = {size: rate * share for size, rate in cluster.busbw_by_group_size_bytes_per_s.items()}
-    return dataclasses.replace(
-        cluster, levels=(inner, *cluster.levels[1:]), busbw_by_group_size_bytes_per_s=table
-    )
 
 
 def _sum(blocks: Sequence[BlockTime]) -> BlockTime:

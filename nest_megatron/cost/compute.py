@@ -20,8 +20,6 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.93), (64, 128, 0.75))
 STORE_BYTES, ACCUMULATE_BYTES = 2, 8
 # Attention: occupancy floor, rows of one thread block.
 OCCUPANCY_FLOOR, ROWS_PER_BLOCK, NARROW_HEAD = 0.35, 128, 64
-# Tokens per expert at which a grouped GEMM pays its small-batch factor once.
-GROUPED_REFERENCE_TOKENS = 256
 OPERAND_BYTES = {"fp8": 1.0, "fp4": 0.56, "fp32": 4.0}
 LOW_PRECISION = ("fp8", "fp4")
 
@@ -121,7 +119,6 @@ class ComputeModel:
         factor = time.single_expert_factor
         if op.batch > 1:
             factor = time.fused_experts_factor if fused else time.grouped_factor
-            factor += time.small_expert_factor * GROUPED_REFERENCE_TOKENS / op.m
         plain = self._gemms(op, self.dtype)
         return PassTime(factor * plain.forward_s, factor * plain.backward_s) + casts
 

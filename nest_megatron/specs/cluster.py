@@ -19,7 +19,6 @@ class Accelerator:
         gemm_efficiency: sustained share of peak of large GEMMs, by dtype.
         attention_efficiency_forward, attention_efficiency_backward: share of bf16 peak of fused attention.
         memory_efficiency: sustained share of ``hbm_bytes_per_s``.
-        busy_link_share: rate of a collective inside a training step over its rate alone, in one domain.
         wave_overhead_s: fixed time of one tile wave; ``kernel_gap_s``: gap between dependent kernels.
     """
 
@@ -35,7 +34,6 @@ class Accelerator:
     memory_efficiency: float
     wave_overhead_s: Seconds
     kernel_gap_s: Seconds
-    busy_link_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

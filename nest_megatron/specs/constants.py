@@ -26,14 +26,13 @@ class StepConstants:
         flash1_share, flash2_hopper_share: rate of flash-attn 1, and of flash-attn 2 on Hopper, over the
             accelerator's attention efficiency; fp8_attention_factor: of fp8 attention;
             narrow_head_share: of heads up to 64 wide.
-        grouped_factor, fused_experts_factor, single_expert_factor, small_expert_factor: time of a grouped
-            GEMM over one GEMM of the same FLOP: base, with the activation fused, with one local expert, and
-            what 256 / (tokens per expert) adds.
+        grouped_factor, fused_experts_factor, single_expert_factor: time of a grouped GEMM over one GEMM of
+            the same FLOP: with the activation apart, with it fused, with one local expert.
         permute_alltoall_passes, permute_flex_passes, router_passes: passes over one ideal read and write.
         expert_bias_passes: factor of the expert activation with biases and a clamp.
         flex_network_share, flex_domain_share: rate of DeepEP / HybridEP over the usable rate of a level.
         dispatch_start_s: latency of one flex dispatch or combine.
-        ep_window_share: share of a pass that may hide all-to-all; ep_compute_slowdown: what its SMs cost.
+        ep_window_share: share of a pass that may hide all-to-all.
         mla_host_factor, fp8_host_factor, ep_overlap_host_factor, capacity_host_factor: host floor of an MoE
             block with latent attention, fp8, expert overlap, and token dropping (no host wait).
         attention_graph_host_factor, router_graph_host_factor: with CUDA graphs on attention and router, and
@@ -74,7 +73,6 @@ class StepConstants:
     grouped_factor: float
     fused_experts_factor: float
     single_expert_factor: float
-    small_expert_factor: float
     permute_alltoall_passes: float
     permute_flex_passes: float
     router_passes: float
@@ -83,7 +81,6 @@ class StepConstants:
     flex_domain_share: float
     dispatch_start_s: float
     ep_window_share: float
-    ep_compute_slowdown: float
     mla_host_factor: float
     fp8_host_factor: float
     ep_overlap_host_factor: float

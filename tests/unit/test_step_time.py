@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nest_megatron.cluster.groups import group_shape
 from nest_megatron.cluster.load import load_cluster
-from nest_megatron.cost.blocks import BlockPricer, beside_compute
+from nest_megatron.cost.blocks import BlockPricer
 from nest_megatron.cost.compute import ComputeModel
 from nest_megatron.cost.dispatch import DispatchModel
 from nest_megatron.cost.host import host_floor_s
@@ -219,14 +219,6 @@ def test_better_hardware_never_predicts_a_slower_step(factor: float, what: str, 
     )
     better = dataclasses.replace(cluster, accelerator=accelerator, levels=levels)
     assert step_s(job, better, layout) <= step_s(job, cluster, layout) * (1 + 1e-12)
-
-
-def test_collectives_of_a_step_run_slower_than_alone_inside_a_domain_only() -> None:
-    """The share applies to NVLink; the network's levels keep their rate."""
-    cluster = load_cluster("dgx-h100", num_gpus=64)
-    busy = beside_compute(cluster, 0.5)
-    assert busy.levels[0].usable_bytes_per_s == pytest.approx(0.5 * cluster.levels[0].usable_bytes_per_s)
-    assert busy.levels[1:] == cluster.levels[1:]
 
 
 @pytest.mark.parametrize(("record", "measured_s"), [("actrecomp-0002", 1.10), ("actrecomp-0005", 49.05)])
