@@ -422,6 +422,7 @@ def _provenance(inputs: _Inputs, settings: PlanSettings) -> dict[str, Any]:
         "dialect": job.dialect,
         "framework": job.framework,
         "framework_version": job.framework_version,
+        "profile": job.profile.name,
         "megatron_core_version": job.megatron_core_version,
         "model": job.model.name,
         "num_gpus": job.num_gpus,

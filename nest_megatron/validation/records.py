@@ -109,6 +109,9 @@ def _from_arguments(record: dict[str, Any]) -> Built:
     cluster = _cluster(record | {"accelerator": _ASSUMED_ACCELERATOR} if unprinted else record)
     try:
         job, brackets = job_of(record, cluster)
+        # A run of a plan is compared, and calibrates, under the profile that the plan was made with.
+        if record.get("profile"):
+            job = dataclasses.replace(job, profile=load_profile(str(record["profile"])))
     except BadInputError as error:
         raise NotComputable(error.message) from None
     if unprinted:

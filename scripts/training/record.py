@@ -113,6 +113,7 @@ def run_record(
         "peak_resident_bytes": max(o.peak_resident_bytes for o in outcomes),
         "visible_bytes": visible_bytes,
         "plan_digest": plan_digest(plan),
+        "profile": None if plan is None else plan.provenance.get("profile"),
     }
 
 

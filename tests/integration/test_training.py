@@ -87,6 +87,27 @@ def test_the_record_is_read_back_as_the_same_job(trained: tuple[str, Plan, dict[
     assert built.job.recipe.compute_dtype == "fp32"
 
 
+def test_a_run_calibrates_the_next_plan_of_its_configuration(
+    repository: Path, tmp_path: Path, trained: tuple[str, Plan, dict[str, Any]]
+) -> None:
+    """What `calibrate step` learns from the record of a NeMo-style run reaches a plan of the same file."""
+    record = tmp_path / "run.json"
+    record.write_text(json.dumps(trained[2]))
+    environment = {**os.environ, "NEST_CALIBRATION": str(tmp_path / "store.json")}
+    command = [sys.executable, "-m", "nest_megatron.cli"]
+    config = str(repository / "scripts" / "conf" / "megatron_llama_tiny.yaml")
+    told = []
+    for arguments in (
+        ["calibrate", "step", str(record)],
+        ["plan", "--config", config, "--cluster", "cpu-node", "--json", "-", "trainer.devices=4"],
+    ):
+        done = subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        told.append(done.stdout)
+    plan = json.loads(told[1])
+    assert plan["provenance"]["calibration"].startswith(f"step time from {trained[2]['id']}: x ")
+
+
 def test_torchrun_ranks_train_the_plan(
     repository: Path, tmp_path: Path, trained: tuple[str, Plan, dict[str, Any]]
 ) -> None:
