@@ -71,12 +71,22 @@ cdef int64_t fewest_with_room(Problem problem, Py_ssize_t i, int64_t limit_bytes
     return low
 
 
+cdef void cheapest_kinds(const float64_t[::1] times, int* kinds) noexcept nogil:
+    cdef int k, place
+    for k in range(NUM_KINDS):
+        place = k
+        while place > 0 and times[AGAIN + k] < times[AGAIN + kinds[place - 1]]:
+            kinds[place] = kinds[place - 1]
+            place -= 1
+        kinds[place] = k
+
+
 cdef float64_t least_recomputed_seconds(Problem problem, Py_ssize_t i, int64_t limit_bytes) noexcept nogil:
     # The layers that have no room without recomputation, the cheapest ones.
     cdef const float64_t[::1] times = problem.node_times[problem.node[i]]
     cdef int64_t count = problem.num_recompute[i], plain, layers
     cdef int[NUM_KINDS] kinds
-    cdef int k, place
+    cdef int k
     cdef float64_t total = 0.0
     if problem.mode[i] != BLOCK:
         return 0.0
@@ -84,12 +94,7 @@ cdef float64_t least_recomputed_seconds(Problem problem, Py_ssize_t i, int64_t l
         count = fewest_with_room(problem, i, limit_bytes)
     room(problem, i, limit_bytes, count, &plain)
     count = problem.num_layers - plain
-    for k in range(NUM_KINDS):
-        place = k
-        while place > 0 and times[AGAIN + k] < times[AGAIN + kinds[place - 1]]:
-            kinds[place] = kinds[place - 1]
-            place -= 1
-        kinds[place] = k
+    cheapest_kinds(times, kinds)
     for k in range(NUM_KINDS):
         layers = problem.prefix[kinds[k], problem.num_layers]
         if count < layers:

@@ -7,29 +7,16 @@ import numpy as np
 
 from cython_dp._typedefs cimport float64_t, int32_t, int64_t
 from cython_dp.problem cimport (
-    AGAIN,
-    B_FIRST,
-    B_LAST,
-    BACKWARD,
     BLOCK,
-    F_FIRST,
-    F_LAST,
-    FORWARD,
-    NUM_FEATURES,
-    UNIFORM,
-    UNIT,
     Bounded,
     Problem,
     Scratch,
     bound_of,
     fewest_recomputed,
-    hop_seconds,
-    largest_phase,
-    rank_features,
     time_of,
 )
 from cython_dp.quick cimport extra_floor, fewest_with_room, has_room, quick_time
-from cython_dp.schedule cimport NUM_KINDS
+from cython_dp.reach cimport fill_reach, fill_split
 from cython_dp.split cimport (
     FreeSplit,
     ceiling_seconds,
@@ -93,8 +80,6 @@ cdef class _Search:
     cdef int32_t* sizes
     cdef int32_t* start_at
     cdef int32_t* end_at
-    cdef int32_t* one_size
-    cdef int32_t* one_start
     cdef int64_t limit_bytes
     cdef float64_t slack, cutoff_s, best_s
     cdef int64_t leaves, budget, evaluated
@@ -131,9 +116,9 @@ cdef class _Search:
         self.sizes = self.split.following + width + 1
         self.start_at = self.sizes + p
         self.end_at = self.start_at + p
-        self.one_size = self.end_at + p
-        self.one_start = self.one_size + p
-        self.split.latest = self.one_start + p
+        self.split.one_size = self.end_at + p
+        self.split.one_start = self.split.one_size + p
+        self.split.latest = self.split.one_start + p
         self.split.starts = <char*>(integers + ints)
         self.limit_bytes = limit_bytes
         self.slack = slack
@@ -224,116 +209,24 @@ cdef class _Search:
     cdef bint in_time(self, Py_ssize_t i, int num_recompute) noexcept:
         # Whether some split keeps the time wanted, whatever memory it needs.
         cdef int cell, cells = self.problem.node_pp[self.problem.node[i]] * (self.problem.num_layers + 1)
-        self.fill_times(i, num_recompute)
+        fill_split(self.problem, i, num_recompute, &self.split)
         for cell in range(cells):
             self.split.reach[cell] = self.problem.num_layers
         return feasible(&self.split, self.path_limit(i, self.keep_s()))
 
     cdef bint fits(self, Py_ssize_t i, int num_recompute) noexcept:
-        self.fill_times(i, num_recompute)
-        self.fill_reach(i, num_recompute)
+        fill_split(self.problem, i, num_recompute, &self.split)
+        fill_reach(self.problem, i, num_recompute, self.limit_bytes, &self.split)
         return feasible(&self.split, ceiling_seconds(&self.split))
 
     cdef inline float64_t path_limit(self, Py_ssize_t i, float64_t seconds) noexcept:
         cdef float64_t floor_s = extra_floor(self.problem, self.problem.node[i])
         return fmin((seconds - floor_s) / BOUND_SAFETY, ceiling_seconds(&self.split))
 
-    cdef void fill_times(self, Py_ssize_t i, int num_recompute) noexcept:
-        cdef Problem problem = self.problem
-        cdef int node = problem.node[i], x, k, place
-        cdef const float64_t[::1] times = problem.node_times[node]
-        cdef bint uniform = problem.mode[i] == UNIFORM, blocks = problem.mode[i] == BLOCK
-        cdef float64_t f, b, again
-        self.split.p = problem.node_pp[node]
-        self.split.m = problem.node_m[node]
-        self.split.num_layers = problem.num_layers
-        self.split.least = problem.least
-        self.split.num_again = num_recompute if blocks else 0
-        self.split.first_f = times[F_FIRST]
-        self.split.first_b = times[B_FIRST]
-        self.split.last_f = times[F_LAST]
-        self.split.last_b = times[B_LAST]
-        self.split.hop_s = hop_seconds(times, self.split.p, 1)
-        self.split.again_s = np_inf if blocks else 0.0
-        for k in range(NUM_KINDS):
-            self.split.kind_again_s[k] = times[AGAIN + k]
-            place = k
-            while place > 0 and times[AGAIN + k] < times[AGAIN + self.split.kinds[place - 1]]:
-                self.split.kinds[place] = self.split.kinds[place - 1]
-                place -= 1
-            self.split.kinds[place] = k
-            if blocks and problem.prefix[k, problem.num_layers] > 0:
-                self.split.again_s = fmin(self.split.again_s, times[AGAIN + k])
-        for x in range(problem.num_layers + 1):
-            f = 0.0
-            b = 0.0
-            self.split.again_before[x] = 0.0
-            self.split.spread_before[x] = 0.0
-            self.split.spread_after[x] = 0.0
-            for k in range(NUM_KINDS):
-                if blocks:
-                    self.split.again_before[x] += problem.prefix[k, x] * times[AGAIN + k]
-                again = times[AGAIN + k] if uniform else 0.0
-                f += problem.prefix[k, x] * times[FORWARD + k]
-                b += problem.prefix[k, x] * (times[BACKWARD + k] + again)
-            self.split.forward_s[x] = f
-            self.split.backward_s[x] = b
-
-    cdef bint stage_fits(self, Py_ssize_t i, int rank, int x, int y, int num_recompute, bint units) noexcept:
-        cdef Problem problem = self.problem
-        cdef int node = problem.node[i], p = problem.node_pp[node], k
-        cdef int64_t row[NUM_FEATURES]
-        cdef int32_t phase
-        self.one_size[rank] = y - x
-        self.one_start[rank] = x
-        rank_features(
-            self.one_size, self.one_start, problem.prefix, p, 1, problem.node_m[node], problem.group[i],
-            problem.mode[i], num_recompute, rank, row
-        )
-        if not units:
-            for k in range(NUM_KINDS):
-                row[UNIT + k] = 0
-        return largest_phase(problem.node_memory[node], row, &phase) <= self.limit_bytes
-
-    cdef void fill_reach(self, Py_ssize_t i, int num_recompute) noexcept:
-        cdef Problem problem = self.problem
-        # Needs grow with the stage: ends grow with starts, so starts that no split has are left closed.
-        cdef int p = problem.node_pp[problem.node[i]], width = problem.num_layers + 1, rank, x, y = 0, k
-        cdef int kinds = 0, earliest = problem.num_layers
-        cdef bint units
-        cdef int32_t* reach
-        cdef int32_t* latest = self.split.latest
-        for k in range(NUM_KINDS):
-            kinds += problem.prefix[k, problem.num_layers] > 0
-        units = problem.mode[i] != BLOCK or kinds == 1
-        for rank in range(p):
-            reach = self.split.reach + rank * width
-            for x in range(width):
-                reach[x] = x - 1
-        for rank in range(p):
-            latest[rank] = y
-            x = y
-            while y < problem.num_layers and self.stage_fits(i, rank, x, y + 1, num_recompute, units):
-                y += 1
-        if y < problem.num_layers:
-            return
-        for rank in range(p - 1, -1, -1):
-            reach = self.split.reach + rank * width
-            y = problem.num_layers if rank == p - 1 else latest[rank + 1]
-            for x in range(latest[rank], -1, -1):
-                while y >= x and not self.stage_fits(i, rank, x, y, num_recompute, units):
-                    y -= 1
-                if y < earliest or y < x:
-                    break
-                reach[x] = y
-            else:
-                x = -1
-            earliest = x + 1
-
     cdef int visit_free(self, Py_ssize_t i, int num_recompute) except -1:
         cdef float64_t limit_s, lower_s = 0.0, kept_s = 0.0
-        self.fill_times(i, num_recompute)
-        self.fill_reach(i, num_recompute)
+        fill_split(self.problem, i, num_recompute, &self.split)
+        fill_reach(self.problem, i, num_recompute, self.limit_bytes, &self.split)
         limit_s = self.path_limit(i, self.keep_s())
         if not feasible(&self.split, limit_s):
             return 0
@@ -358,8 +251,8 @@ cdef class _Search:
         if item[3] >= 0:
             self.simulate_listed(item)
             return True
-        self.fill_times(i, num_recompute)
-        self.fill_reach(i, num_recompute)
+        fill_split(self.problem, i, num_recompute, &self.split)
+        fill_reach(self.problem, i, num_recompute, self.limit_bytes, &self.split)
         if not feasible(&self.split, self.path_limit(i, self.beat_s())):
             return True
         rank = 0

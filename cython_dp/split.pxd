@@ -33,6 +33,8 @@ cdef struct FreeSplit:
     int[NUM_KINDS] kinds  # those with the least recomputation first
     int32_t* following       # (num_layers + 2,) scratch
     int32_t* latest          # (p,) scratch
+    int32_t* one_size        # (p,) scratch
+    int32_t* one_start       # (p,) scratch
 
 
 # The longest path through a stage; `sharp`: with its own recomputation and the least of the other stages.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,19 +11,17 @@ from typing import Any
 from omegaconf import DictConfig
 
 from nest_megatron import rules
-from nest_megatron.calibration.store import apply, load_store
 from nest_megatron.cluster.allocation import allocate
 from nest_megatron.cluster.changes import Changes, degrade, described
-from nest_megatron.cluster.load import load_cluster, resize
-from nest_megatron.dialects import registry
-from nest_megatron.dialects.base import Dialect
+from nest_megatron.cluster.load import resize
 from nest_megatron.errors import EXIT_BAD_INPUT, EXIT_NO_PLAN, EXIT_OK, BadInputError, NestError, PlannerFault
+from nest_megatron.inputs import Inputs, calibrated, load_for, provenance_of, read_inputs, read_job
 from nest_megatron.planner.advise import Repair, advise
 from nest_megatron.planner.change import parse_value, spelled
 from nest_megatron.planner.environment import environment
 from nest_megatron.planner.evaluate import Evaluator, paired_ratio
 from nest_megatron.planner.explain import Base, Explanation, explain
-from nest_megatron.planner.freedom import apply_settings, unkept
+from nest_megatron.planner.freedom import unkept
 from nest_megatron.planner.headline import (
     MINIMUM_GAIN,
     map_gain,
@@ -91,16 +88,6 @@ class Replan:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    dialect: Dialect
-    job: TrainJob
-    cluster: Cluster
-    source: str
-    calibration: str
-    request: dict[str, Any]
-
-
 def plan_config(
     config: DictConfig,
     *,
@@ -120,7 +107,7 @@ def plan_config(
         PlannerFault: the plan breaks a rule (our defect; never launched).
     """
     settings = settings or PlanSettings()
-    return _plan(_read(config, overrides, settings, source), config, settings)
+    return _plan(read_inputs(config, overrides, settings, source), config, settings)
 
 
 def check_config(
@@ -136,7 +123,7 @@ def check_config(
         BadInputError: configuration, cluster or settings cannot be read.
     """
     settings = settings or PlanSettings()
-    inputs = _read(config, overrides, settings, source)
+    inputs = read_inputs(config, overrides, settings, source)
     plan: Plan | None = None
     failure: NestError | None = None
     try:
@@ -154,7 +141,7 @@ def check_config(
         exit_code=EXIT_OK if runs else EXIT_NO_PLAN,
         repair=advise(inputs.job, inputs.cluster, user.layout) if user.prediction and not runs else None,
         assumptions=(*inputs.job.assumptions, *inputs.cluster.assumptions),
-        provenance=_provenance(inputs, settings),
+        provenance=provenance_of(inputs, settings),
     )
 
 
@@ -179,12 +166,12 @@ def explain_config(
     """
     settings = settings or PlanSettings()
     asked = {axis: parse_value(axis, value, origin=COMMAND_LINE) for axis, value in why.items()}
-    inputs = _read(config, overrides, settings, source)
+    inputs = read_inputs(config, overrides, settings, source)
     reference = inputs.job.user_layout if base == "user" else _plan(inputs, config, settings).layout
     return replace(
         explain(inputs.job, inputs.cluster, reference, asked, base=base),
         assumptions=(*inputs.job.assumptions, *inputs.cluster.assumptions),
-        provenance=_provenance(inputs, settings),
+        provenance=provenance_of(inputs, settings),
     )
 
 
@@ -212,12 +199,12 @@ def replan_config(
         PlannerFault: the plan breaks a rule.
     """
     started = time.perf_counter()
-    dialect, job = _read_job(config, request.overrides, request.settings)
+    dialect, job = read_job(config, request.overrides, request.settings)
     check_same_job(job, old, source)
     request, worlds = after(request, changes, job)
     settings = request.settings
     largest = replace(job, num_gpus=worlds[0])
-    cluster = _load(largest, settings, worlds[0] if settings.nodelist is None else None)
+    cluster = load_for(largest, settings, worlds[0] if settings.nodelist is None else None)
     allocated = allocate(cluster, nodelist=settings.nodelist, topology=settings.topology, num_gpus=worlds[0])
     changed = degrade(allocated, request.degraded)
     calibration = "off"
@@ -226,7 +213,7 @@ def replan_config(
     def site_of(num_gpus: int) -> Site:
         nonlocal calibration
         sized = resize(changed, num_gpus)
-        here, calibration = _calibrated(replace(job, num_gpus=num_gpus), sized, settings)
+        here, calibration = calibrated(replace(job, num_gpus=num_gpus), sized, settings)
         return Site(bound_by_checkpoint(here, old.layout), sized)
 
     found = replan(site_of, worlds, old.layout, minimum_gain=minimum_gain, keep_layout=keep_layout)
@@ -239,7 +226,7 @@ def replan_config(
         raise PlannerFault("NEST-X02", f"the planned layout is illegal: {broken[0].render()}")
     runner_ups = found.result.runner_ups if found.result else ()
     prediction, *others = Evaluator(site.job, site.cluster).predict([layout, *runner_ups])
-    inputs = _Inputs(dialect, site.job, site.cluster, source, calibration, request.to_plain())
+    inputs = Inputs(dialect, site.job, site.cluster, source, calibration, request.to_plain())
     plan = Plan(
         layout=layout,
         prediction=prediction,
@@ -261,7 +248,7 @@ def replan_config(
         ),
         rejections=found.result.rejections if found.result else {},
         assumptions=(*site.job.assumptions, *site.cluster.assumptions, *_world_notes(job, site, settings)),
-        provenance=_provenance(inputs, settings),
+        provenance=provenance_of(inputs, settings),
     )
     return Replan(
         plan=plan,
@@ -293,36 +280,7 @@ def exit_code_of(error: NestError) -> int:
     return EXIT_BAD_INPUT if isinstance(error, BadInputError) else EXIT_NO_PLAN
 
 
-def _read(config: DictConfig, overrides: Sequence[str], settings: PlanSettings, source: str) -> _Inputs:
-    dialect, job = _read_job(config, overrides, settings)
-    # A node list decides first which nodes there are; without one the file's first nodes are taken.
-    from_file = job.num_gpus if settings.nodelist is None else None
-    cluster = _load(job, settings, from_file)
-    cluster = allocate(cluster, nodelist=settings.nodelist, topology=settings.topology, num_gpus=job.num_gpus)
-    job, calibration = _calibrated(job, cluster, settings)
-    request = PlanRequest(overrides=tuple(overrides), settings=settings)
-    return _Inputs(dialect, job, cluster, source, calibration, request.to_plain())
-
-
-def _read_job(
-    config: DictConfig, overrides: Sequence[str], settings: PlanSettings
-) -> tuple[Dialect, TrainJob]:
-    dialect = registry.by_name(settings.dialect) if settings.dialect else registry.detect(config)
-    return dialect, apply_settings(dialect.read(config, overrides=overrides, settings=settings), settings)
-
-
-def _load(job: TrainJob, settings: PlanSettings, num_gpus: int | None) -> Cluster:
-    # Fewer GPUs than one node is the cluster's own business; whole nodes use `gpus_per_node` of each.
-    ranks_per_node = job.gpus_per_node if job.num_gpus >= job.gpus_per_node else None
-    return load_cluster(settings.cluster, num_gpus=num_gpus, ranks_per_node=ranks_per_node)
-
-
-def _calibrated(job: TrainJob, cluster: Cluster, settings: PlanSettings) -> tuple[TrainJob, str]:
-    """Return the job with what the store knows about it, and the words for the provenance."""
-    return apply(job, cluster, load_store()) if settings.calibration else (job, "off")
-
-
-def _user_side(inputs: _Inputs, evaluator: Evaluator) -> UserSide:
+def _user_side(inputs: Inputs, evaluator: Evaluator) -> UserSide:
     """Return the user's layout with its violations, and its prediction when it is legal."""
     layout = inputs.job.user_layout
     violations = rules.check(inputs.job, layout)
@@ -334,7 +292,7 @@ def _user_side(inputs: _Inputs, evaluator: Evaluator) -> UserSide:
     )
 
 
-def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
+def _plan(inputs: Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
     job, cluster = inputs.job, inputs.cluster
     evaluator = Evaluator(job, cluster)
     user = _user_side(inputs, evaluator)
@@ -373,7 +331,7 @@ def _plan(inputs: _Inputs, config: DictConfig, settings: PlanSettings) -> Plan:
         ),
         rejections=result.rejections,
         assumptions=(*job.assumptions, *cluster.assumptions, *selection_notes(result, settings)),
-        provenance=_provenance(inputs, settings),
+        provenance=provenance_of(inputs, settings),
         robust=robust_report(job, cluster, layout, nominal, choice) if choice else None,
     )
 
@@ -412,27 +370,3 @@ def _free_orders(job: TrainJob) -> tuple[Order, ...]:
     """Return the rank orders that the dialect can write and no pin forbids."""
     allowed = job.bounds.get("order", (job.pins["order"],) if "order" in job.pins else None)
     return tuple(order for order in job.capabilities.orders if allowed is None or order in allowed)
-
-
-def _provenance(inputs: _Inputs, settings: PlanSettings) -> dict[str, Any]:
-    job, cluster = inputs.job, inputs.cluster
-    return {
-        "nest_megatron": importlib.metadata.version("nest-megatron"),
-        "source": inputs.source,
-        "dialect": job.dialect,
-        "framework": job.framework,
-        "framework_version": job.framework_version,
-        "profile": job.profile.name,
-        "megatron_core_version": job.megatron_core_version,
-        "model": job.model.name,
-        "num_gpus": job.num_gpus,
-        "sequence_length": job.sequence_length,
-        "recipe": job.recipe.name,
-        "cluster": cluster.name,
-        "cluster_source": cluster.source,
-        "accelerator": cluster.accelerator.name,
-        "pins": {axis: str(value) for axis, value in job.pins.items()},
-        "force": settings.force,
-        "calibration": inputs.calibration,
-        "request": inputs.request,
-    }

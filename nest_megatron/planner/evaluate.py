@@ -26,13 +26,17 @@ from nest_megatron.specs.layout import BlockChoice, Layout, Recompute
 from nest_megatron.specs.plan import Prediction, StagePrediction
 
 
+def split_starts(splits: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+    """Return where each of some splits starts when they are laid end to end; none for none."""
+    return np.cumsum([0, *(len(split) for split in splits)], dtype=np.int32)[: len(splits)]
+
+
 def problem_of(job: TrainJob, tables: CostTables, layouts: Sequence[Layout]) -> Problem:
     """Return the solver problem with one node and one candidate per layout."""
 
     def i32(values: Sequence[int]) -> npt.NDArray[np.int32]:
         return np.array(values, dtype=np.int32)
 
-    starts = np.concatenate([[0], np.cumsum([len(x.num_layers_per_chunk) for x in layouts])[:-1]])
     return Problem(
         prefix=kind_prefix(job),
         node_pp=i32([x.pp for x in layouts]),
@@ -45,7 +49,7 @@ def problem_of(job: TrainJob, tables: CostTables, layouts: Sequence[Layout]) -> 
         group=i32([x.interleaving_group for x in layouts]),
         mode=i32([solver_mode(x.recompute) for x in layouts]),
         num_recompute=i32([max(1, x.recompute.num_layers) for x in layouts]),
-        split_start=i32(starts.tolist()),
+        split_start=split_starts([x.num_layers_per_chunk for x in layouts]),
         sizes=i32([n for x in layouts for n in x.num_layers_per_chunk]),
     )
 

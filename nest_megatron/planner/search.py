@@ -22,6 +22,7 @@ from nest_megatron.errors import Factor, NoPlanError
 from nest_megatron.planner.advise import advise
 from nest_megatron.planner.batches import batch_shortage
 from nest_megatron.planner.breakdown import kind_prefix
+from nest_megatron.planner.evaluate import split_starts
 from nest_megatron.planner.floors import StateFloor, work_floors
 from nest_megatron.planner.space import Space, enumerate_space
 from nest_megatron.rules import RULES
@@ -100,7 +101,6 @@ class _Solved:
     def peak_bytes(self, chosen: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the allocated peak of the solutions of some candidates."""
         sizes = [self.found.sizes[int(i)] for i in chosen]
-        starts = np.concatenate([[0], np.cumsum([len(split) for split in sizes])[:-1]])
         space = self.space
         problem = Problem(
             **_node_arrays(self.job, self.tables, space),
@@ -109,7 +109,7 @@ class _Solved:
             group=space.group[chosen],
             mode=space.mode[chosen],
             num_recompute=self.found.num_recompute[chosen].astype(np.int32),
-            split_start=starts.astype(np.int32),
+            split_start=split_starts(sizes),
             sizes=np.array([n for split in sizes for n in split], dtype=np.int32),
         )
         return bounds(problem)[2]

@@ -11,8 +11,8 @@ import pytest
 from cython_dp import reference
 from cython_dp.columns import RECOMPUTE_BLOCK
 from cython_dp.reference.problem import hop_s
+from cython_dp.reference.reach import free_split
 from cython_dp.reference.schedule import BOUND_SAFETY, pipeline_bound
-from cython_dp.reference.search import free_split
 from cython_dp.reference.split import (
     BISECTION_WIDTH,
     FreeSplit,

@@ -17,7 +17,8 @@ from nest_megatron.planner.space import enumerate_space
 from nest_megatron.rules import check
 from nest_megatron.rules.nearest import alternatives
 from nest_megatron.specs.cluster import Cluster
-from nest_megatron.specs.job import TrainJob
+from nest_megatron.specs.job import Capabilities, TrainJob
+from nest_megatron.specs.layout import Recompute
 from tests import builders
 
 #: Too large: 70B in four tensor ranks only; a 236B mixture of experts in 512; a long sequence.
@@ -104,6 +105,16 @@ def test_sharding_over_one_rank_saves_nothing() -> None:
     job = builders.make_job({"tp": 4, "pp": 2}, model=builders.llama70b(), num_gpus=8, global_batch=64)
     found = {item.change: item.saved_bytes for item in advice_on(job).no_help}
     assert found["sharding=optim"] == 0
+
+
+def test_larger_worlds_are_looked_at_where_nothing_else_can_change() -> None:
+    """One GPU and every layer recomputed: blocks of layers are all that is left, and none fits."""
+    few = Capabilities(expert_parallel=False, shardings=("none",), recompute_modules=())
+    every_layer = Recompute(granularity="full", method="uniform", num_layers=1)
+    job = builders.make_job({"recompute": every_layer}, num_gpus=1, global_batch=8, capabilities=few)
+    advice = advice_on(job).advice
+    assert advice
+    assert all(one.num_gpus > 1 for one in advice)
 
 
 def test_pins_are_named_when_advice_releases_them() -> None:
