@@ -136,7 +136,8 @@ def search(
         if not len(space):
             continue
         fits = _solve(job, CostModel(job, cluster), space, fits_below, budget)
-        cutoff_s = fits.best_s * (1.0 - TIGHT_GAIN)
+        # Cut short, the safe band may hold more than was found: its bound decides.
+        cutoff_s = fits.found.lower_bound_s * (1.0 - TIGHT_GAIN)
         problem = candidate_problem(job, fits.tables, fits.space)
         runs = best_first(problem, runs_below, TIE, cutoff_s=cutoff_s, budget=budget)
         tight = replace(fits, found=runs)
