@@ -15,6 +15,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a run whose groups would be ignored: every worker would build what a group shares."""
+    grouped = config.getoption("dist", "no") == "loadgroup"
+    if grouped and not hasattr(pytest.Item, "_nodeid"):
+        raise pytest.UsageError(f"pytest-xdist does not group under pytest {pytest.__version__}")
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of this checkout."""
