@@ -8,5 +8,3 @@ cdef float64_t quick_time(Problem problem, Py_ssize_t i, int64_t limit_bytes) no
 # Fewest recomputed layers of each chunk with room for all layers, up to all of them.
 cdef int64_t fewest_with_room(Problem problem, Py_ssize_t i, int64_t limit_bytes) noexcept nogil
 cdef bint has_room(Problem problem, Py_ssize_t i, int64_t limit_bytes, int64_t count) noexcept nogil
-# Slots of the layer kinds, those with the least recomputation first.
-cdef void cheapest_kinds(const float64_t[::1] times, int* kinds) noexcept nogil

@@ -36,6 +36,7 @@ from cython_dp.problem cimport (
     hop_seconds,
 )
 from cython_dp.schedule cimport NUM_KINDS, alive_forwards
+from cython_dp.split cimport cheapest_kinds, least_again
 
 from cython_dp.reference import BOUND_SAFETY as _BOUND_SAFETY
 
@@ -71,23 +72,11 @@ cdef int64_t fewest_with_room(Problem problem, Py_ssize_t i, int64_t limit_bytes
     return low
 
 
-cdef void cheapest_kinds(const float64_t[::1] times, int* kinds) noexcept nogil:
-    cdef int k, place
-    for k in range(NUM_KINDS):
-        place = k
-        while place > 0 and times[AGAIN + k] < times[AGAIN + kinds[place - 1]]:
-            kinds[place] = kinds[place - 1]
-            place -= 1
-        kinds[place] = k
-
-
 cdef float64_t least_recomputed_seconds(Problem problem, Py_ssize_t i, int64_t limit_bytes) noexcept nogil:
     # The layers that have no room without recomputation, the cheapest ones.
     cdef const float64_t[::1] times = problem.node_times[problem.node[i]]
-    cdef int64_t count = problem.num_recompute[i], plain, layers
+    cdef int64_t count = problem.num_recompute[i], plain
     cdef int[NUM_KINDS] kinds
-    cdef int k
-    cdef float64_t total = 0.0
     if problem.mode[i] != BLOCK:
         return 0.0
     if count == 0:
@@ -95,14 +84,9 @@ cdef float64_t least_recomputed_seconds(Problem problem, Py_ssize_t i, int64_t l
     room(problem, i, limit_bytes, count, &plain)
     count = problem.num_layers - plain
     cheapest_kinds(times, kinds)
-    for k in range(NUM_KINDS):
-        layers = problem.prefix[kinds[k], problem.num_layers]
-        if count < layers:
-            layers = count
-        if layers > 0:
-            total += layers * times[AGAIN + kinds[k]]
-            count -= layers
-    return total
+    return least_again(
+        &problem.prefix[0, 0], problem.num_layers + 1, &times[AGAIN], kinds, 0, problem.num_layers, count
+    )
 
 
 cdef float64_t quick_time(Problem problem, Py_ssize_t i, int64_t limit_bytes) noexcept nogil:

@@ -22,9 +22,8 @@ from cython_dp.problem cimport (
     largest_phase,
     rank_features,
 )
-from cython_dp.quick cimport cheapest_kinds
 from cython_dp.schedule cimport NUM_KINDS
-from cython_dp.split cimport FreeSplit
+from cython_dp.split cimport FreeSplit, cheapest_kinds
 
 cdef float64_t np_inf = np.inf
 

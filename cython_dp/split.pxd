@@ -1,5 +1,5 @@
 # Exact layer split of one layout without interleaving; fields and rules as in ``reference.split.FreeSplit``.
-from cython_dp._typedefs cimport float64_t, int32_t
+from cython_dp._typedefs cimport float64_t, int32_t, int64_t
 from cython_dp.schedule cimport NUM_KINDS
 
 
@@ -37,6 +37,12 @@ cdef struct FreeSplit:
     int32_t* one_start       # (p,) scratch
 
 
+# Slots of the layer kinds, those with the least recomputation first.
+cdef void cheapest_kinds(const float64_t[::1] times, int* kinds) noexcept nogil
+# Recomputation of the cheapest `count` of the layers x..y-1; `prefix`: (NUM_KINDS, width) layers before each.
+cdef float64_t least_again(
+    const int32_t* prefix, int width, const float64_t* again_s, const int* kinds, int x, int y, int64_t count
+) noexcept nogil
 # The longest path through a stage; `sharp`: with its own recomputation and the least of the other stages.
 cdef float64_t path_seconds(const FreeSplit* split, int rank, int x, int y, bint sharp) noexcept nogil
 cdef float64_t work_seconds(const FreeSplit* split) noexcept nogil

@@ -3,7 +3,8 @@
 from libc.math cimport fabs, fmax
 from libc.string cimport memset
 
-from cython_dp._typedefs cimport float64_t, int32_t
+from cython_dp._typedefs cimport float64_t, int32_t, int64_t
+from cython_dp.problem cimport AGAIN
 from cython_dp.schedule cimport NUM_KINDS
 
 cdef float64_t BISECTION_WIDTH = 1e-5
@@ -119,16 +120,28 @@ cdef bint fill_starts(FreeSplit* split, float64_t limit_s) noexcept nogil:
     return split.starts[0]
 
 
-cdef float64_t least_again(const FreeSplit* split, int x, int y, int count) noexcept nogil:
-    # The cheapest `count` of the layers x..y-1.
-    cdef int width = split.num_layers + 1, number, k, layers
+cdef void cheapest_kinds(const float64_t[::1] times, int* kinds) noexcept nogil:
+    cdef int k, place
+    for k in range(NUM_KINDS):
+        place = k
+        while place > 0 and times[AGAIN + k] < times[AGAIN + kinds[place - 1]]:
+            kinds[place] = kinds[place - 1]
+            place -= 1
+        kinds[place] = k
+
+
+cdef float64_t least_again(
+    const int32_t* prefix, int width, const float64_t* again_s, const int* kinds, int x, int y, int64_t count
+) noexcept nogil:
+    cdef int number, k
+    cdef int64_t layers
     cdef float64_t total = 0.0
     for number in range(NUM_KINDS):
-        k = split.kinds[number]
-        layers = split.prefix[k * width + y] - split.prefix[k * width + x]
+        k = kinds[number]
+        layers = prefix[k * width + y] - prefix[k * width + x]
         if count < layers:
             layers = count
-        total += layers * split.kind_again_s[k]
+        total += layers * again_s[k]
         count -= layers
     return total
 
@@ -144,8 +157,12 @@ cdef void fill_spread(FreeSplit* split) noexcept nogil:
     for x in range(width):
         count = x // most * full
         count += full if full < x % most else x % most
-        split.spread_before[x] = least_again(split, 0, x, count)
-        split.spread_after[num_layers - x] = least_again(split, num_layers - x, num_layers, count)
+        split.spread_before[x] = least_again(
+            split.prefix, width, split.kind_again_s, split.kinds, 0, x, count
+        )
+        split.spread_after[num_layers - x] = least_again(
+            split.prefix, width, split.kind_again_s, split.kinds, num_layers - x, num_layers, count
+        )
 
 
 cdef bint feasible(FreeSplit* split, float64_t limit_s) noexcept nogil:

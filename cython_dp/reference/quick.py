@@ -7,6 +7,7 @@ import math
 from cython_dp.columns import NUM_KINDS, RECOMPUTE_BLOCK, RECOMPUTE_UNIFORM, Column, Feature, Param
 from cython_dp.reference.problem import Problem, hop_s
 from cython_dp.reference.schedule import BOUND_SAFETY, in_flight
+from cython_dp.reference.split import least_again_s
 
 
 def present_kinds(problem: Problem) -> list[tuple[int, int]]:
@@ -46,13 +47,10 @@ def _least_recomputed_s(problem: Problem, i: int, limit_bytes: int) -> float:
     if mode != RECOMPUTE_BLOCK:
         return 0.0
     count = num_recompute or fewest_with_room(problem, i, limit_bytes)
-    left = int(problem.prefix.shape[1] - 1) - _room(problem, i, limit_bytes, count)[1]
-    times, total = problem.node_times[node], 0.0
-    for k, layers in sorted(present_kinds(problem), key=lambda kind: times[Column.AGAIN + kind[0]]):
-        if min(left, layers) > 0:
-            total += min(left, layers) * times[Column.AGAIN + k]
-            left -= min(left, layers)
-    return total
+    num_layers = int(problem.prefix.shape[1] - 1)
+    unstored = num_layers - _room(problem, i, limit_bytes, count)[1]
+    again_s = problem.node_times[node][Column.AGAIN : Column.AGAIN + NUM_KINDS].tolist()
+    return least_again_s(problem.prefix.tolist(), again_s, 0, num_layers, unstored)
 
 
 def quick_time(problem: Problem, i: int, limit_bytes: int) -> float:

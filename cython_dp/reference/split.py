@@ -55,11 +55,9 @@ class FreeSplit:
     reach: Sequence[Sequence[int]]
 
     @property
-    def kinds(self) -> list[int]:
-        """Kinds that the model has, those with the least recomputation first."""
-        return sorted(
-            (k for k, counts in enumerate(self.prefix) if counts[-1]), key=lambda k: self.again_s[k]
-        )
+    def cheapest_again_s(self) -> float:
+        """Recomputation of one layer of the kind that takes least."""
+        return min(self.again_s[k] for k, counts in enumerate(self.prefix) if counts[-1])
 
     def recomputed(self, x: int, y: int) -> int:
         """Return how many layers a stage of the layers x..y-1 recomputes, its first ones."""
@@ -78,7 +76,7 @@ class FreeSplit:
         if sharp:
             b += self.before_s(x + count) - self.before_s(x)
         else:
-            b += self.again_s[self.kinds[0]] * count
+            b += self.cheapest_again_s * count
         if rank == 0:
             f, b = f + self.first_s[0], b + self.first_s[1]
         if rank == self.p - 1:
@@ -199,20 +197,28 @@ def windows(split: FreeSplit, limit_s: float) -> Windows:
     for x in range(num_layers + 1):
         full, rest = divmod(x, most)
         count = full * min(split.num_again, most) + min(split.num_again, rest)
-        found.before_s[x] = _least_again_s(split, 0, x, count)
-        found.after_s[num_layers - x] = _least_again_s(split, num_layers - x, num_layers, count)
+        found.before_s[x] = least_again_s(split.prefix, split.again_s, 0, x, count)
+        found.after_s[num_layers - x] = least_again_s(
+            split.prefix, split.again_s, num_layers - x, num_layers, count
+        )
     for rank in range(split.p - 1, -1, -1):
         for x in range(num_layers + 1):
             found.starts[rank][x] = found.starts[rank][x] and bool(found.ends(rank, x))
     return found
 
 
-def _least_again_s(split: FreeSplit, x: int, y: int, count: int) -> float:
-    """Return the recomputation of the cheapest ``count`` of the layers x..y-1."""
+def least_again_s(
+    prefix: Sequence[Sequence[int]], again_s: Sequence[float], x: int, y: int, count: int
+) -> float:
+    """Return the recomputation of the cheapest ``count`` of the layers x..y-1.
+
+    Args:
+        prefix: (NUM_KINDS, L + 1) layers of each kind before each layer; ``again_s``: seconds by kind.
+    """
     total = 0.0
-    for k in split.kinds:
-        layers = min(count, split.prefix[k][y] - split.prefix[k][x])
-        total += layers * split.again_s[k]
+    for k in sorted(range(len(again_s)), key=lambda kind: again_s[kind]):
+        layers = min(count, int(prefix[k][y]) - int(prefix[k][x]))
+        total += layers * again_s[k]
         count -= layers
     return total
 
